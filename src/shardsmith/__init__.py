@@ -1,0 +1,1 @@
+"""Shardsmith: plan, run and prove parallel training of large models."""

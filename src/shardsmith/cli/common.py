@@ -1,0 +1,64 @@
+"""What every verb shares: `--json`, errors as text or JSON, exit codes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.console import Console, RenderableType
+
+from shardsmith.errors import Fault, Refused
+
+OK, REFUSED, USAGE, PREEMPTED = 0, 1, 2, 75
+"""Exit codes: done; refused or failed; wrong usage (click's own); preempted and saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a verb found: `data` is the one JSON object, `show` what a person reads."""
+
+    data: dict[str, Any]
+    show: tuple[RenderableType, ...]
+    exit_code: int = OK
+
+
+def verb(function: Callable[..., Answer]) -> Callable[..., None]:
+    """Give a click callback `--json` and coded errors; it returns an `Answer` instead of printing."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
+    @functools.wraps(function)
+    def wrapper(*args: Any, as_json: bool, **kwargs: Any) -> None:
+        try:
+            answer = function(*args, **kwargs)
+        except Refused as refused:
+            print_refusal(refused.faults, as_json=as_json)
+            sys.exit(REFUSED)
+        if as_json:
+            click.echo(json.dumps(answer.data, indent=1))
+        else:
+            console = console_for(sys.stdout)
+            for item in answer.show:
+                console.print(item, highlight=False, soft_wrap=isinstance(item, str))
+        sys.exit(answer.exit_code)
+
+    return wrapper
+
+
+def console_for(stream: Any) -> Console:
+    """A rich console that keeps wide tables whole when the output is not a terminal."""
+    return Console(file=stream, width=None if stream.isatty() else 160)
+
+
+def print_refusal(faults: tuple[Fault, ...], *, as_json: bool) -> None:
+    """All faults: on stdout as `{"errors": [...], "warnings": [...]}` with `--json`, else on stderr as text."""
+    if as_json:
+        kinds = {"errors": "error", "warnings": "warning"}
+        report = {key: [f.as_json() for f in faults if f.severity == kind] for key, kind in kinds.items()}
+        click.echo(json.dumps(report, indent=1))
+    else:
+        click.echo("\n\n".join(str(f) for f in faults), err=True)

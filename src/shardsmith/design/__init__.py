@@ -1,0 +1,1 @@
+"""The thinking wing: everything computed about a plan without torch."""

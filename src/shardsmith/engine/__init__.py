@@ -1,0 +1,1 @@
+"""The doing wing: everything that runs a plan, on torch."""

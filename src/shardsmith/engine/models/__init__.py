@@ -1,0 +1,1 @@
+"""Single-device models with named seams that the axes fill."""

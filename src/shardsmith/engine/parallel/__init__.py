@@ -1,0 +1,1 @@
+"""One file an axis: how the engine carries out what `layout/axes` states."""

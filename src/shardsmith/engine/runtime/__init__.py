@@ -1,0 +1,1 @@
+"""What all axes stand on: process groups, the one linear, the pipeline interpreter, the recorder."""

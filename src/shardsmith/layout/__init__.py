@@ -1,0 +1,1 @@
+"""What a plan does to a model: shards, collectives, memory, rules; composed from the axes."""

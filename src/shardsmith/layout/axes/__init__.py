@@ -1,0 +1,1 @@
+"""One file an axis: what it shards, sends, needs and forbids."""

@@ -1,0 +1,1 @@
+"""The Plan, its mesh, its stages, its file."""

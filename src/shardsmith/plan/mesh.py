@@ -1,0 +1,96 @@
+"""The mesh: ranks <-> coordinates, the groups along any axes, and where ranks sit on nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from shardsmith.plan.plan import Plan
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Axes of the dense mesh; the plan's `data` is replicate x shard, with shard varying faster."""
+
+
+class Coord(NamedTuple):
+    """Position of a rank on the dense mesh."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Sizes of all axes and `order`, the axes from the fastest varying (neighbouring ranks) to the slowest."""
+
+    sizes: Coord
+    order: tuple[str, ...]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+    @cached_property
+    def strides(self) -> Coord:
+        """Distance in ranks between neighbours on each axis."""
+        stride, by_axis = 1, dict.fromkeys(AXES, 0)
+        for axis in self.order:
+            by_axis[axis] = stride
+            stride *= getattr(self.sizes, axis)
+        return Coord(**by_axis)
+
+    def coord(self, rank: int) -> Coord:
+        """Coordinates of global `rank`."""
+        assert 0 <= rank < self.world, f"rank {rank} is outside a world of {self.world}"
+        return Coord(*((rank // stride) % size for stride, size in zip(self.strides, self.sizes, strict=True)))
+
+    def rank(self, coord: Coord) -> int:
+        """Global rank at `coord`."""
+        return sum(c * stride for c, stride in zip(coord, self.strides, strict=True))
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Ranks that differ from `rank` only along `axes` (itself included).
+
+        Sorted by the coordinates on `axes` as given, the first axis slowest, so position in the
+        group is the coordinate when one axis is asked for.
+        """
+        at = self.coord(rank)
+        ranges = [range(getattr(self.sizes, axis)) for axis in axes]
+        return tuple(self.rank(at._replace(**dict(zip(axes, place, strict=True)))) for place in product(*ranges))
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`, each once, by their first rank."""
+        return tuple(sorted({self.group(rank, *axes) for rank in range(self.world)}))
+
+    def nodes_spanned(self, rank: int, devices_per_node: int, *axes: str) -> int:
+        """Number of nodes that the group of `rank` along `axes` touches, ranks filling nodes in turn."""
+        return len({r // devices_per_node for r in self.group(rank, *axes)})
+
+
+DATA = ("replicate", "shard")
+"""The axes that together are the plan's `data` axis."""
+
+
+def mesh_of(plan: Plan) -> Mesh:
+    """The dense mesh of a checked plan."""
+    order: list[str] = []
+    for axis in plan.order.replace(",", "-").split("-"):
+        order.extend(("shard", "replicate") if axis.strip() == "data" else (axis.strip(),))
+    assert sorted(order) == sorted(AXES), f"order {plan.order!r} must name tensor, context, data, pipeline once"
+    sizes = Coord(
+        pipeline=plan.pipeline, replicate=plan.replicate, shard=plan.shard, context=plan.context, tensor=plan.tensor
+    )
+    return Mesh(sizes=sizes, order=tuple(order))
+
+
+def data_index(coord: Coord, sizes: Coord) -> int:
+    """Which of the `data` replicas a coordinate is: 0 .. data-1, shard varying fastest."""
+    return coord.replicate * sizes.shard + coord.shard

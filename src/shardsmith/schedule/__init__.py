@@ -1,0 +1,1 @@
+"""When each stage works: actions, orders, lowering, checking."""

@@ -1,0 +1,1 @@
+"""One schedule a file: `order()`, `placement()`, `closed_form()`."""

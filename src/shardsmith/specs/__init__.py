@@ -1,0 +1,1 @@
+"""What exists: models, clusters, workloads, jobs."""

@@ -1,0 +1,156 @@
+"""Strict reading of tables (TOML, JSON, overrides) into dataclasses, all faults at once."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from shardsmith.errors import Code, Fault, Refused
+
+T = TypeVar("T")
+
+UNKNOWN_KEY = Code(
+    code="F101",
+    title="unknown key",
+    because="a key that nothing reads would be silently ignored, and the run would use a default instead",
+)
+WRONG_VALUE = Code(
+    code="F102",
+    title="value of the wrong type or outside the allowed values",
+    because="values are taken as written: nothing is converted or guessed",
+)
+MISSING_KEY = Code(code="F103", title="missing key", because="this key has no default that would be right for everyone")
+NO_FILE = Code(
+    code="F110", title="no such file", because="only local files are read; nothing is fetched from a network"
+)
+NOT_TOML = Code(code="F111", title="file is not valid TOML", because="model, cluster, plan and job files are TOML")
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "dataclass_type": "a table",
+}
+
+
+def parse_table(
+    cls: type[T], data: Mapping[str, Any], *, source: str, section: str, sources: Mapping[str, str] | None = None
+) -> T:
+    """`cls` built from `data`, taking every value as written.
+
+    `cls` is a dataclass, nested dataclasses included. `source` names the file (or option) and `section`
+    the table inside it, "" for the whole file; `sources` names another origin for single keys, such as
+    an override. Whole numbers pass for floats and lists for tuples; nothing else is converted.
+    Raises `Refused` with every unknown key (F101), wrong value (F102) and missing key (F103).
+    """
+    try:
+        parsed: T = _adapter(cls).validate_json(json.dumps([data], default=str))[0]  # type: ignore[arg-type]
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    else:
+        return parsed
+    faults: dict[tuple[str, ...], Fault] = {}
+    for detail in details:
+        path = tuple(str(step) for step in detail["loc"][1:])
+        origin = (sources or {}).get(path[0], source) if path else source
+        faults.setdefault(path, _fault(cls, data, detail, path, origin, section))
+    raise Refused(faults.values())
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises `Refused` for a missing (F110) or malformed (F111) file."""
+    file = Path(path)
+    if not file.is_file():
+        raise NO_FILE.refuse(f"there is no file {str(path)!r}")
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise NOT_TOML.refuse(f"{path} cannot be read as TOML: {error}") from error
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A hint for a misspelt `word`: its closest `choices`, or all of them where none is close."""
+    known = sorted(choices)
+    close = get_close_matches(word, known, n=3, cutoff=0.8)
+    # "tensor_paralel" looks more like "sequence_parallel" letter by letter, but means "tensor".
+    close = close or [k for k in known if word.startswith(k) or k.startswith(word)]
+    close = close or get_close_matches(word, known, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else "one of " + ", ".join(known)
+
+
+@cache
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    # A dataclass takes no configuration from outside, but inherits that of a container around it.
+    return TypeAdapter(tuple[cls], config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))  # type: ignore[valid-type]
+
+
+def _fault(
+    cls: type[Any], data: Mapping[str, Any], detail: ErrorDetails, path: tuple[str, ...], origin: str, section: str
+) -> Fault:
+    kind, key = detail["type"], ".".join(path)
+    place = f"[{section}]" if section else "the file"
+    if kind == "missing" and path[-1].isdigit():
+        short = ".".join(path[:-1])
+        value = _show(_at(data, path[:-1]))
+        return WRONG_VALUE.fault(f"{short} in {place} has too few values", (origin, f"{short} = {value}"))
+    if kind == "missing":
+        return MISSING_KEY.fault(f"{place} lacks {key}", (origin, f"{place} without {key}"), hint=f"add {key} = ...")
+    if not path:
+        return WRONG_VALUE.fault(f"{place} must be a table", (origin, f"{section} = {_show(data)}"))
+    value = _show(_at(data, path))
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = [f.name for f in fields(_owner(cls, path[:-1]))]
+        return UNKNOWN_KEY.fault(
+            f"{place} has no key {key}", (origin, f"{key} = {value}"), hint=did_you_mean(path[-1], known)
+        )
+    allowed = detail.get("ctx", {}).get("expected") if kind == "literal_error" else _EXPECTED.get(kind)
+    wanted = str(allowed or detail["msg"])
+    return WRONG_VALUE.fault(
+        f"{key} = {value} in {place} is not allowed", (origin, f"{key} = {value}"), hint=f"{key} takes {wanted}"
+    )
+
+
+def _at(data: Any, path: tuple[str, ...]) -> Any:
+    for step in path:
+        if isinstance(data, Mapping) and step in data:
+            data = data[step]
+        elif isinstance(data, (list, tuple)) and step.isdigit() and int(step) < len(data):
+            data = data[int(step)]
+        else:
+            break
+    return data
+
+
+def _owner(cls: type[Any], path: tuple[str, ...]) -> type[Any]:
+    """The dataclass that holds the key after `path`, seen from `cls`."""
+    for step in path:
+        if not step.isdigit():
+            hint = get_type_hints(cls)[step]
+            cls = next(c for c in _dataclasses_in(hint))
+    return cls
+
+
+def _dataclasses_in(hint: Any) -> Iterable[type[Any]]:
+    if is_dataclass(hint) and isinstance(hint, type):
+        yield hint
+    for inner in get_args(hint):
+        yield from _dataclasses_in(inner)
+
+
+def _show(value: Any) -> str:
+    """`value` as TOML writes it, for messages."""
+    return json.dumps(value, default=str)

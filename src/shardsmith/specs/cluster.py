@@ -1,0 +1,132 @@
+"""ClusterSpec: devices, nodes and the links between them, every figure with its origin.
+
+All bandwidths are per device and in ONE direction: vendors often print both directions together (NVLink 3
+"600 GB/s" is 300 each way).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from shardsmith.errors import Code, Fault
+
+PathKind = Literal["nvlink", "pcie", "rdma_gdr", "rdma", "host", "tcp", "shm"]
+"""How data travels: `rdma_gdr` straight from device memory, `rdma` and `host` staged in host memory."""
+
+PeakDtype = Literal["float64", "float32", "bfloat16", "float16", "float8"]
+
+POSITIVE_FIGURE = Code(
+    code="H102",
+    title="a figure of a cluster must be positive",
+    because="a device or link without any capacity cannot take part",
+)
+LEVELS = Code(
+    code="H103",
+    title="link levels must widen",
+    because="levels are listed from the fastest, smallest domain outwards; only the outermost spans the whole cluster",
+)
+NODE_SIZE = Code(
+    code="H104",
+    title="several nodes of unknown size",
+    because="where one node ends and the next begins decides which links a group of ranks uses",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator (or CPU): what a program can use of it.
+
+    `memory_gib` is what the runtime reports as usable, None where it is read from the machine at run
+    time. `peak_tflops` is the dense peak (no sparsity) by dtype; a dtype that is not listed is unknown.
+    """
+
+    name: str
+    memory_gib: float | None = None
+    peak_tflops: Mapping[PeakDtype, float] = field(default_factory=dict, hash=False)
+    memory_bandwidth_gbs: float | None = None
+    origin: str
+
+    def peak(self, dtype: str) -> float | None:
+        """Dense peak in FLOP/s for `dtype`; None where it is unknown, never the figure of another device or dtype."""
+        tflops = {str(name): peak for name, peak in self.peak_tflops.items()}.get(dtype)
+        return None if tflops is None else tflops * 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One level of the network: up to `size` devices reach one another at this speed.
+
+    `size` None spans the whole cluster. `bandwidth_gbs` is GB/s (1e9 bytes) per device in one direction,
+    `latency_us` microseconds a hop.
+    """
+
+    name: str
+    size: int | None = None
+    bandwidth_gbs: float
+    latency_us: float
+    path: PathKind
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """`nodes` nodes of `devices_per_node` equal devices (None: any number on one node), joined by `levels`.
+
+    `levels` go from the innermost link outwards; an empty tuple says that no link has been measured.
+    """
+
+    name: str
+    nodes: int = 1
+    devices_per_node: int | None = None
+    device: Device
+    levels: tuple[Link, ...] = ()
+
+    @property
+    def devices(self) -> int | None:
+        """Devices of the whole cluster; None where a node takes any number."""
+        return None if self.devices_per_node is None else self.nodes * self.devices_per_node
+
+    def with_nodes(self, nodes: int) -> ClusterSpec:
+        """The same kind of cluster with `nodes` nodes."""
+        return replace(self, nodes=nodes)
+
+
+def cluster_faults(spec: ClusterSpec, source: str) -> list[Fault]:
+    """Every rule that `spec`, read from `source`, breaks by itself (H102 to H104); empty for a sound cluster."""
+    figures: dict[str, float | None] = {
+        "nodes": spec.nodes,
+        "devices_per_node": spec.devices_per_node,
+        "device.memory_gib": spec.device.memory_gib,
+        "device.memory_bandwidth_gbs": spec.device.memory_bandwidth_gbs,
+    }
+    figures |= {f"device.peak_tflops.{dtype}": peak for dtype, peak in spec.device.peak_tflops.items()}
+    for at, link in enumerate(spec.levels):
+        figures |= {f"levels.{at}.size": link.size, f"levels.{at}.bandwidth_gbs": link.bandwidth_gbs}
+        figures |= {f"levels.{at}.latency_us": link.latency_us}
+    faults = [
+        POSITIVE_FIGURE.fault(f"{key} must be greater than zero", (source, f"{key} = {value:g}"))
+        for key, value in figures.items()
+        if value is not None and value <= 0
+    ]
+    for inner, outer in zip(spec.levels, spec.levels[1:], strict=False):
+        if inner.size is None or (outer.size is not None and outer.size <= inner.size):
+            faults.append(
+                LEVELS.fault(
+                    f"level {outer.name} spans no more devices than {inner.name} inside it",
+                    (source, f"{inner.name}: size = {inner.size or 'whole cluster'}"),
+                    (source, f"{outer.name}: size = {outer.size or 'whole cluster'}"),
+                    hint="list the smallest domain first, and leave size out for the outermost only",
+                )
+            )
+    if spec.nodes > 1 and spec.devices_per_node is None:
+        faults.append(
+            NODE_SIZE.fault(
+                f"{spec.nodes} nodes, but no number of devices a node",
+                (source, f"nodes = {spec.nodes}"),
+                (source, f"cluster {spec.name}: devices_per_node is not stated"),
+                hint="nodes = 1, or state devices_per_node in a cluster file",
+            )
+        )
+    return faults

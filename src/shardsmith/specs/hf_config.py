@@ -1,0 +1,304 @@
+"""ModelSpecs from the `config.json` of Hugging Face model folders; never touches a network.
+
+Read: model types `llama` (Llama 1, 2, 3 and 3.1, and models that share their layout) and `gpt2`. Keys that a file
+leaves out take the defaults that transformers documents for the type. Dropout and generation settings are not
+part of a ModelSpec: they change neither tensors nor what a trained model computes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardsmith.errors import Code, Fault, Refused, raise_errors
+from shardsmith.specs.model import Activation, ModelSpec, RopeScaling
+from shardsmith.specs.model_rules import model_faults
+from shardsmith.specs.parse import NO_FILE, did_you_mean, parse_table
+
+T = TypeVar("T")
+
+NOT_JSON = Code(
+    code="F112", title="file is not a JSON object", because="a Hugging Face config.json holds one JSON object"
+)
+HUB_NAME = Code(
+    code="M201",
+    title="a hub name instead of a local folder",
+    because="nothing is fetched while planning or training: compute nodes are often offline, and a look-up there hangs",
+)
+MODEL_TYPE = Code(
+    code="M202",
+    title="model type that is not built",
+    because="the tensors and the arithmetic of each model type are written out, never guessed",
+)
+OPTION = Code(
+    code="M203",
+    title="model option that is not built",
+    because="the option changes what the model computes, so leaving it out would silently give another model",
+)
+HEAD_SIZE = Code(
+    code="M204",
+    title="hidden size is no multiple of the query heads",
+    because="head size = hidden size / query heads, unless head_dim states it",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Llama:
+    """The keys of LlamaConfig that decide shapes or arithmetic, with transformers' defaults."""
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Llama3Rope:
+    """The keys of rope type `llama3`; transformers requires all of them."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gpt2:
+    """The keys of GPT2Config that decide shapes or arithmetic, with transformers' defaults."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+
+
+# What each key may say; an absent key always passes, since transformers' default is among these.
+_LLAMA_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+}
+_GPT2_ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_GPT2_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "activation_function": tuple(_GPT2_ACTIVATIONS),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "add_cross_attention": (False,),
+    "quantization_config": (None,),
+}
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
+
+def from_hf_config(path_or_dict: str | Path | Mapping[str, Any]) -> ModelSpec:
+    """The model that a `config.json`, a folder with one, or its content as a mapping describes.
+
+    Raises `Refused` with everything that stands in the way: a missing file (F110), malformed JSON (F112),
+    a hub name (M201), a model type (M202) or option (M203) that is not built, wrong values (F102), shapes
+    that do not fit (M101 to M105, M204).
+    """
+    if isinstance(path_or_dict, Mapping):
+        data, source = path_or_dict, "config"
+        name = str(data.get("_name_or_path") or data.get("model_type") or "model")
+    else:
+        file = _config_file(path_or_dict)
+        data, source, name = _read_json(file), str(file), file.resolve().parent.name
+    kind = data.get("model_type")
+    reader = {"llama": _llama, "gpt2": _gpt2}.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise MODEL_TYPE.refuse(
+            f"model_type = {json.dumps(kind)} is not built",
+            (source, f"model_type = {json.dumps(kind)}"),
+            hint="model_type = llama or gpt2",
+        )
+    spec = reader(data, name, source)
+    raise_errors(model_faults(spec, source))
+    return spec
+
+
+def _config_file(path: str | Path) -> Path:
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    if file.is_file():
+        return file
+    # One slash and no suffix of a file: `owner/name`, as model hubs spell it.
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).endswith((".json", ".toml")):
+        raise HUB_NAME.refuse(
+            f"there is no local folder {str(path)!r}, and hub names are not looked up",
+            hint=f"download beforehand, where there is a network: `hf download {path} --local-dir FOLDER`, "
+            "then give FOLDER",
+        )
+    raise NO_FILE.refuse(
+        f"there is no file {str(file)!r}", hint="give a model folder that holds config.json, or the file itself"
+    )
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise NOT_JSON.refuse(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise NOT_JSON.refuse(f"{file} holds a {type(data).__name__}, not an object")
+    return data
+
+
+def _llama(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    faults = _option_faults(data, _LLAMA_OPTIONS, source)
+    scaling = _rope_scaling(rope, data, source, faults)
+    known = {k: v for k, v in data.items() if k in {f.name for f in fields(_Llama)}}
+    if isinstance(rope, Mapping) and "rope_theta" in rope:
+        known["rope_theta"] = rope["rope_theta"]
+    config = _parse(_Llama, known, source, faults)
+    if config and config.head_dim is None and config.num_attention_heads > 0:
+        faults.extend(
+            _head_size_faults(
+                config.hidden_size, config.num_attention_heads, ("hidden_size", "num_attention_heads"), source
+            )
+        )
+    raise_errors(faults)
+    assert config is not None, "a config that could not be read was reported above"
+    heads = config.num_attention_heads
+    return ModelSpec(
+        name=name,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=heads if config.num_key_value_heads is None else config.num_key_value_heads,
+        head_dim=config.hidden_size // max(heads, 1) if config.head_dim is None else config.head_dim,
+        ffn=config.intermediate_size,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=10000.0 if config.rope_theta is None else config.rope_theta,
+        rope_scaling=scaling,
+        attention_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        tied=config.tie_word_embeddings,
+        init_std=config.initializer_range,
+    )
+
+
+def _gpt2(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    data = {_GPT2_ALIASES.get(k, k): v for k, v in data.items()}
+    faults = _option_faults(data, _GPT2_OPTIONS, source)
+    known = {k: v for k, v in data.items() if k in {f.name for f in fields(_Gpt2)}}
+    config = _parse(_Gpt2, known, source, faults)
+    if config and config.n_head > 0:
+        faults.extend(_head_size_faults(config.n_embd, config.n_head, ("n_embd", "n_head"), source))
+    raise_errors(faults)
+    assert config is not None, "a config that could not be read was reported above"
+    return ModelSpec(
+        name=name,
+        layers=config.n_layer,
+        hidden=config.n_embd,
+        heads=config.n_head,
+        kv_heads=config.n_head,
+        head_dim=config.n_embd // max(config.n_head, 1),
+        ffn=4 * config.n_embd if config.n_inner is None else config.n_inner,
+        vocab=config.vocab_size,
+        context=config.n_positions,
+        norm="layernorm",
+        norm_eps=config.layer_norm_epsilon,
+        activation=_GPT2_ACTIVATIONS[config.activation_function],
+        positions="learned",
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        tied=config.tie_word_embeddings,
+        init_std=config.initializer_range,
+    )
+
+
+def _rope_scaling(rope: Any, data: Mapping[str, Any], source: str, faults: list[Fault]) -> RopeScaling | None:
+    """Frequency scaling from `rope_scaling` (older files) or `rope_parameters` (transformers 5)."""
+    where = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
+    if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
+        value = f"{where} = {json.dumps(rope)}"
+        faults.append(OPTION.fault(f"{where} must be one table for all layers", (source, value)))
+        return None
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    faults.extend(_option_faults(rope, {"partial_rotary_factor": (1.0, None)}, source, prefix=where + "."))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        faults.extend(_option_faults({"rope_type": kind}, {"rope_type": ("default", "llama3")}, source, where + "."))
+        return None
+    original = "original_max_position_embeddings"
+    known = {k: v for k, v in rope.items() if k in {f.name for f in fields(_Llama3Rope)}}
+    if original not in known and original in data:
+        known[original] = data[original]
+    config = _parse(_Llama3Rope, known, source, faults, section=where)
+    if config is None:
+        return None
+    return RopeScaling(
+        factor=config.factor,
+        low_freq_factor=config.low_freq_factor,
+        high_freq_factor=config.high_freq_factor,
+        original_context=config.original_max_position_embeddings,
+    )
+
+
+def _parse(cls: type[T], data: Mapping[str, Any], source: str, faults: list[Fault], section: str = "") -> T | None:
+    """`cls` from `data`, or None with what is wrong appended to `faults`."""
+    try:
+        return parse_table(cls, data, source=source, section=section)
+    except Refused as refused:
+        faults.extend(refused.faults)
+        return None
+
+
+def _option_faults(
+    data: Mapping[str, Any], options: Mapping[str, tuple[Any, ...]], source: str, prefix: str = ""
+) -> list[Fault]:
+    faults = []
+    for key, allowed in options.items():
+        value = data.get(key, allowed[0])
+        if value not in allowed:
+            words = [json.dumps(a) for a in allowed if a is not None]
+            hint = did_you_mean(json.dumps(value), words) if words else f"a model without {prefix}{key}"
+            shown = f"{prefix}{key} = {json.dumps(value)}"
+            faults.append(OPTION.fault(f"{shown} is not built", (source, shown), hint=hint))
+    return faults
+
+
+def _head_size_faults(hidden: int, heads: int, keys: tuple[str, str], source: str) -> list[Fault]:
+    if hidden % heads == 0:
+        return []
+    width, count = keys
+    return [
+        HEAD_SIZE.fault(
+            f"{heads} query heads do not divide a hidden size of {hidden}",
+            (source, f"{width} = {hidden}"),
+            (source, f"{count} = {heads}"),
+            hint=f"{width} = {-(-hidden // heads) * heads}",
+        )
+    ]

@@ -63,12 +63,15 @@ def parse_table(
         details = error.errors(include_url=False)
     else:
         return parsed
-    faults: dict[tuple[str, ...], Fault] = {}
+    wrong: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in details:
-        path = tuple(str(step) for step in detail["loc"][1:])
-        origin = (sources or {}).get(path[0], source) if path else source
-        faults.setdefault(path, _fault(cls, data, detail, path, origin, section))
-    raise Refused(faults.values())
+        wrong.setdefault(_path(data, detail), []).append(detail)
+    # Of the alternatives of a union, the one that fits further in is the one that was meant.
+    meant = [path for path in wrong if not any(other[: len(path)] == path != other for other in wrong)]
+    origins = [(sources or {}).get(path[0], source) if path else source for path in meant]
+    raise Refused(
+        _fault(cls, data, wrong[path], path, origin, section) for path, origin in zip(meant, origins, strict=True)
+    )
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -98,14 +101,31 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(tuple[cls], config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))  # type: ignore[valid-type]
 
 
+def _path(data: Any, detail: ErrorDetails) -> tuple[str, ...]:
+    """The keys and places that lead to an error in `data`, without the union members that pydantic names between."""
+    path: list[str] = []
+    steps = detail["loc"][1:]
+    for at, step in enumerate(steps):
+        if isinstance(data, Mapping):
+            # The last step of a missing key is not in the data either.
+            if step not in data and not (detail["type"] == "missing" and at == len(steps) - 1):
+                continue
+            data = data.get(step)
+        elif isinstance(data, (list, tuple)) and isinstance(step, int):
+            data = data[step] if step < len(data) else None
+        else:
+            continue
+        path.append(str(step))
+    return tuple(path)
+
+
 def _fault(
-    cls: type[Any], data: Mapping[str, Any], detail: ErrorDetails, path: tuple[str, ...], origin: str, section: str
+    cls: type[Any], data: Any, details: list[ErrorDetails], path: tuple[str, ...], origin: str, section: str
 ) -> Fault:
-    kind, key = detail["type"], ".".join(path)
+    kind, key = details[0]["type"], ".".join(path)
     place = f"[{section}]" if section else "the file"
     if kind == "missing" and path[-1].isdigit():
-        short = ".".join(path[:-1])
-        value = _show(_at(data, path[:-1]))
+        short, value = ".".join(path[:-1]), _show(_at(data, path[:-1]))
         return WRONG_VALUE.fault(f"{short} in {place} has too few values", (origin, f"{short} = {value}"))
     if kind == "missing":
         return MISSING_KEY.fault(f"{place} lacks {key}", (origin, f"{place} without {key}"), hint=f"add {key} = ...")
@@ -117,11 +137,17 @@ def _fault(
         return UNKNOWN_KEY.fault(
             f"{place} has no key {key}", (origin, f"{key} = {value}"), hint=did_you_mean(path[-1], known)
         )
-    allowed = detail.get("ctx", {}).get("expected") if kind == "literal_error" else _EXPECTED.get(kind)
-    wanted = str(allowed or detail["msg"])
     return WRONG_VALUE.fault(
-        f"{key} = {value} in {place} is not allowed", (origin, f"{key} = {value}"), hint=f"{key} takes {wanted}"
+        f"{key} = {value} in {place} is not allowed",
+        (origin, f"{key} = {value}"),
+        hint=f"{key} takes " + " or ".join(dict.fromkeys(_wanted(detail) for detail in details)),
     )
+
+
+def _wanted(detail: ErrorDetails) -> str:
+    if detail["type"] == "literal_error":
+        return str(detail["ctx"]["expected"])
+    return _EXPECTED.get(detail["type"], detail["msg"])
 
 
 def _at(data: Any, path: tuple[str, ...]) -> Any:

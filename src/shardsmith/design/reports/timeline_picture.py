@@ -68,7 +68,8 @@ BAR, LANE, LANE_GAP, ROW_GAP, GROUP_GAP = 1.0, 0.17, 0.05, 0.28, 0.32
 """Heights in units of one compute bar."""
 
 WIDE, LEFT, RIGHT, ABOVE, BELOW = 12.5, 1.45, 0.2, 0.72, 0.83
-"""The figure's width and its margins, inches."""
+"""The figure's width and its margins, inches; `BELOW` for a legend of one line."""
+LEGEND_COLUMNS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +149,11 @@ def timeline_figure(timeline: Timeline, *, title: str | None = None) -> Figure:
     lanes = tuple(k for k in LANE_KINDS[1:] if any(s.lane == k for s in timeline.spans))
     tops, height = _rows(groups, lanes)
     inches = height * (0.34 if len(tops) <= 8 else 0.26 if len(tops) <= 16 else 0.19)
-    tall = inches + ABOVE + BELOW
+    legend = _legend(timeline, lanes)
+    below = BELOW + 0.2 * ((len(legend) - 1) // LEGEND_COLUMNS)
+    tall = inches + ABOVE + below
     figure = Figure(figsize=(WIDE, tall))
-    figure.subplots_adjust(left=LEFT / WIDE, right=1 - RIGHT / WIDE, top=1 - ABOVE / tall, bottom=BELOW / tall)
+    figure.subplots_adjust(left=LEFT / WIDE, right=1 - RIGHT / WIDE, top=1 - ABOVE / tall, bottom=below / tall)
     axes = figure.add_subplot()
     first, last = _extent(timeline, tops)
     unit_name, unit = _time_unit(last - first)
@@ -161,7 +164,7 @@ def timeline_figure(timeline: Timeline, *, title: str | None = None) -> Figure:
         _draw_rank(axes, timeline, rank, top, lanes, scale)
     _label_rows(axes, groups, tops, scale)
     _head(figure, timeline, title, one_rank_each=left_out)
-    _legend(figure, timeline, lanes)
+    _draw_legend(figure, legend)
     return figure
 
 
@@ -296,20 +299,24 @@ def _head(figure: Figure, timeline: Timeline, title: str | None, *, one_rank_eac
     figure.text(0.16 / WIDE, 1 - 0.43 / inches, facts, fontsize=9.5, color=FAINT, va="top")
 
 
-def _legend(figure: Figure, timeline: Timeline, lanes: Sequence[LaneKind]) -> None:
+def _legend(timeline: Timeline, lanes: Sequence[LaneKind]) -> list[tuple[str, str]]:
+    """What has to be explained: (tone, words)."""
+    kinds = {kind_of(s) for s in timeline.compute()}
+    entries = [(tones[0], MEANINGS[k]) for k, tones in TONES.items() if k in kinds]
+    if any(len(group.stages) > 1 for group in groups_of(timeline)):
+        entries.append((TONES["F"][1], "light: every second stage of a rank"))
+    entries.append((IDLE, "idle"))
+    return entries + [(LANE_TONES[lane], f"{lane} communication") for lane in lanes]
+
+
+def _draw_legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
     from matplotlib.patches import Patch
 
-    kinds = {kind_of(s) for s in timeline.compute()}
-    entries = [Patch(facecolor=TONES[k][0], label=MEANINGS[k]) for k in TONES if k in kinds]
-    if any(len(group.stages) > 1 for group in groups_of(timeline)):
-        entries.append(Patch(facecolor=TONES["F"][1], label="light: every second stage of a rank"))
-    entries.append(Patch(facecolor=IDLE, edgecolor="#cfd3db", linewidth=0.6, label="idle"))
-    entries += [Patch(facecolor=LANE_TONES[lane], label=f"{lane} communication") for lane in lanes]
     figure.legend(
-        handles=entries,
+        handles=[Patch(facecolor=tone, label=words) for tone, words in entries],
         loc="lower left",
         bbox_to_anchor=((LEFT - 0.08) / WIDE, 0.0),
-        ncols=len(entries),
+        ncols=min(len(entries), LEGEND_COLUMNS),
         frameon=False,
         fontsize=8.5,
         labelcolor=INK,

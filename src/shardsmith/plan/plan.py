@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
+
+PLAIN = re.compile(r"[^\s,\"\\\x00-\x1f\x7f-\x9f]*")
+"""Text that the one-line form writes as it is; any other text stands in quotes, as JSON writes it."""
 
 Schedule = str
 StorageDtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -17,7 +22,8 @@ class Plan:
     Identities: world = pipeline x data x context x tensor; data = replicate x shard;
     global_batch = data x microbatch x microbatches (state two of the last three: the third follows).
     `microbatch` counts sequences, `bucket_mb` is in MiB, `layers` lists the transformer layers of
-    each global stage. A dtype of None follows the workload (parameters) or accumulates in float32.
+    each global stage (None: even; "weighed": embedding and head count, see `plan.stages`). A dtype of
+    None follows the workload (parameters) or accumulates in float32.
     """
 
     data: int = 1
@@ -38,7 +44,7 @@ class Plan:
     optimizer_dtype: StorageDtype | None = None
     schedule: Schedule = "one_f_one_b"
     stages_per_rank: int | None = None
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | Literal["weighed"] | None = None
     microbatch: int | None = None
     microbatches: int | None = None
     sequence_parallel: bool = False
@@ -75,4 +81,6 @@ def _text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return "+".join(str(v) for v in value)
+    if isinstance(value, str) and not PLAIN.fullmatch(value):
+        return json.dumps(value)
     return str(value)

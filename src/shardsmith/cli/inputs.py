@@ -1,0 +1,41 @@
+"""The plan that most verbs take: a plan file or `--plan`, with model, workload and cluster as options."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, get_args
+
+import click
+
+from shardsmith.cli.common import Answer
+from shardsmith.plan.file import DEFAULT_MODEL, DEFAULT_SEQ_LEN, make_setup
+from shardsmith.specs.job import Dtype
+
+OPTIONS = (
+    click.argument("file", required=False, type=click.Path()),
+    click.option("--plan", help="A plan in one line: tensor=2,pipeline=2,microbatches=4."),
+    click.option("--model", help=f"Preset, TOML file or Hugging Face folder (without a file: {DEFAULT_MODEL})."),
+    click.option("--seq-len", type=int, help=f"Tokens of a sequence (without a file: up to {DEFAULT_SEQ_LEN})."),
+    click.option("--global-batch", type=int, help="Sequences of a step (without a file: 2 x pipeline a data rank)."),
+    click.option("--cluster", help="Preset or TOML file (default: local)."),
+    click.option("--nodes", type=int, help="Nodes of the cluster."),
+    click.option("--dtype", type=click.Choice(get_args(Dtype)), help="Dtype of the computation (default: float32)."),
+)
+KEYS = ("file", "plan", "model", "seq_len", "global_batch", "cluster", "nodes", "dtype")
+
+
+def setup_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Give a verb the argument FILE and the options above; it receives the `setup: Setup` that they state.
+
+    Stands under `verb`, so that what is wrong with the input is reported like any other fault.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Answer:
+        given = {key: kwargs.pop(key) for key in KEYS}
+        return function(*args, setup=make_setup(given.pop("file"), **given), **kwargs)
+
+    for option in reversed(OPTIONS):
+        wrapper = option(wrapper)
+    return wrapper

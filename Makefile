@@ -12,7 +12,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 CORE := .venv-core
 CORE_READY := $(CORE)/.ready
-PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
+PIP := -m pip --disable-pip-version-check -qq install -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 THINKING := $(wildcard tests/words tests/think tests/golden)

@@ -1,0 +1,49 @@
+"""The tensor axis at work: fills the seams of a stage and sums the gradients that ranks hold in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardsmith.engine.models.decoder import Stage, Table
+from shardsmith.engine.runtime.group import Group
+from shardsmith.engine.runtime.linear import Seam
+from shardsmith.layout.facts import Shard
+
+
+def attach(stage: Stage, shards: Mapping[str, Shard], group: Group, *, sequence_parallel: bool) -> None:
+    """Fill the seams of `stage`, whose parameters are already this rank's shards.
+
+    Without sequence parallelism blocks enter by `copy` and leave by `reduce`; with it they enter by
+    `gather` and leave by `scatter`, and what lies between is split along the sequence.
+    """
+    if group.size == 1:
+        return
+    seam = Seam(
+        group=group,
+        enter="gather" if sequence_parallel else "copy",
+        leave="scatter" if sequence_parallel else "reduce",
+    )
+    for block in stage.blocks():
+        block.attention.seam = block.mlp.seam = seam
+    stage.embedding_seam = Seam(group=group, leave=seam.leave, place="embedding")
+    stage.head_seam = Seam(group=group, enter=seam.enter, place="head")
+    for name, module in stage.named_modules():
+        if isinstance(module, Table) and name != "position":
+            module.first, module.split = shards[f"{name}.weight"].offsets[0], True
+
+
+def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
+    """Sum, over the tensor ranks, the gradients of replicated parameters that each saw a part of the sequence.
+
+    One collective a step for all of them (case A20); replicas stay bitwise equal since all ranks get one result.
+    """
+    gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+    if group.size == 1 or not gradients:
+        return
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    group.all_reduce(flat, "partial_gradients")
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,199 @@
+"""The parity certificate: a plan on its real ranks against the one-process reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardsmith.engine.dataset.batches import Batches, Synthetic, batches_of
+from shardsmith.engine.parity.reference import Arrays, Record, run_reference
+from shardsmith.engine.runtime.forked import run_forked
+from shardsmith.engine.train.step import DTYPES, Trainer
+from shardsmith.plan.plan import Plan
+from shardsmith.plan.setup import Setup
+from shardsmith.specs.job import Optimisation
+from shardsmith.specs.model import weights
+
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
+"""Largest relative error that counts as equal, by compute dtype."""
+
+SGD = Optimisation(optimizer="sgd", lr=1.0, weight_decay=0.01, clip=0.1)
+"""Plain SGD, so that a constant factor in a gradient shows, with a clip low enough to be always at work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterError:
+    """Relative errors of one full tensor: its gradient in step 1, its value after the last step."""
+
+    name: str
+    grad_error: float
+    value_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What was compared, and how far apart it was; `passed` if nothing exceeds the tolerance of the dtype."""
+
+    setup: Setup
+    asked: Setup
+    steps: int
+    seed: int
+    losses: tuple[float, ...]
+    loss_error: float
+    grad_norm_error: float
+    parameters: tuple[ParameterError, ...]
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error allowed in this dtype."""
+        return TOLERANCE[self.setup.workload.dtype]
+
+    @property
+    def worst(self) -> float:
+        """The largest error of all."""
+        errors = [max(p.grad_error, p.value_error) for p in self.parameters]
+        return max(self.loss_error, self.grad_norm_error, *errors)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the plan computes what one process computes (a NaN never passes)."""
+        return self.worst <= self.tolerance
+
+    def as_json(self) -> dict[str, Any]:
+        """The certificate as plain JSON values."""
+        shrunk = self.setup != self.asked
+        return {
+            "passed": self.passed,
+            "tolerance": self.tolerance,
+            "loss_error": self.loss_error,
+            "grad_norm_error": self.grad_norm_error,
+            "params": [vars(p) for p in self.parameters],
+            "plan_asked": str(self.asked.plan),
+            "plan_run": str(self.setup.plan),
+            "shrunk": shrunk,
+            "model_asked": self.asked.model.name,
+            "model_run": self.setup.model.name,
+            "ranks": self.setup.plan.world,
+            "steps": self.steps,
+            "seed": self.seed,
+            "losses": list(self.losses),
+            "dtype": self.setup.workload.dtype,
+            "expert_kernel": None,
+            "routing_flips": 0,
+        }
+
+
+def certify(setup: Setup, *, asked: Setup | None = None, steps: int, seed: int = 0, timeout_s: float) -> Certificate:
+    """Train `steps` steps of SGD under the plan and in one process, and compare everything.
+
+    Both see the same initial weights and the same synthetic batches, in which the valid tokens are spread
+    unevenly over sequences. Ranks are forked: the caller must not have run any torch operation.
+    """
+    (reference,) = run_forked(_reference, 1, setup, steps, seed, timeout_s=timeout_s)
+    parts = run_forked(_rank, setup.plan.world, setup, steps, seed, timeout_s=timeout_s)
+    found = _assemble(setup, parts)
+    return compare(setup, asked or setup, reference, found, seed=seed)
+
+
+def compare(setup: Setup, asked: Setup, reference: Record, found: Record, *, seed: int = 0) -> Certificate:
+    """The certificate of two records of the same model; a tensor's error as in `relative_errors`."""
+    gradients = relative_errors(found.gradients, reference.gradients)
+    values = relative_errors(found.values, reference.values)
+    return Certificate(
+        setup=setup,
+        asked=asked,
+        steps=len(reference.losses),
+        seed=seed,
+        losses=found.losses,
+        loss_error=_worst(found.losses, reference.losses),
+        grad_norm_error=_worst(found.grad_norms, reference.grad_norms),
+        parameters=tuple(
+            ParameterError(name=name, grad_error=gradients[name], value_error=values[name])
+            for name in reference.gradients
+        ),
+    )
+
+
+def relative_errors(found: Arrays, reference: Arrays) -> dict[str, float]:
+    """||g - r|| / max(||r||, 1e-3 ||R|| / sqrt(tensors)), R all of the reference: some tensors are identically 0."""
+    assert found.keys() == reference.keys(), f"tensors differ: {sorted(found.keys() ^ reference.keys())}"
+    total = np.sqrt(sum(float(np.vdot(r, r)) for r in reference.values()))
+    floor = 1e-3 * total / np.sqrt(len(reference))
+    return {
+        name: float(np.linalg.norm(found[name] - r) / max(np.linalg.norm(r), floor)) for name, r in reference.items()
+    }
+
+
+def _worst(found: tuple[float, ...], reference: tuple[float, ...]) -> float:
+    return max(abs(f - r) / abs(r) for f, r in zip(found, reference, strict=True))
+
+
+def _batches(setup: Setup, seed: int) -> Batches:
+    source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=setup.workload.seq_len, ignored=0.5)
+    return batches_of(source, seed=seed, setup=setup)
+
+
+def _reference(setup: Setup, steps: int, seed: int) -> Record:
+    alone = replace(setup, plan=Plan(microbatch=1))
+    batches = [_batches(alone, seed).batch(step, 0) for step in range(steps)]
+    return run_reference(setup.model, batches, SGD, seed=seed, dtype=DTYPES[setup.workload.dtype])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    gradients: dict[str, tuple[tuple[int, ...], Any]]
+    values: dict[str, tuple[tuple[int, ...], Any]]
+
+
+def _rank(setup: Setup, steps: int, seed: int) -> _Part:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    trainer = Trainer(setup, SGD, rank=rank, seed=seed, device=torch.device("cpu"))
+    batches = _batches(setup, seed)
+    results = []
+    gradients: dict[str, tuple[tuple[int, ...], Any]] = {}
+    for step in range(steps):
+        results.append(trainer.step(batches.batch(step, trainer.data_index)))
+        gradients = gradients or _owned(trainer, gradients=True)
+    return _Part(
+        losses=tuple(r.loss for r in results),
+        grad_norms=tuple(r.grad_norm for r in results),
+        gradients=gradients,
+        values=_owned(trainer, gradients=False),
+    )
+
+
+def _owned(trainer: Trainer, *, gradients: bool) -> dict[str, tuple[tuple[int, ...], Any]]:
+    out = {}
+    for name, parameter in trainer.parameters().items():
+        if trainer.owns(name):
+            tensor = parameter.grad if gradients else parameter
+            assert tensor is not None, f"{name} has no gradient"
+            out[name] = (trainer.shards[name].offsets, tensor.detach().double().numpy().copy())
+    return out
+
+
+def _assemble(setup: Setup, parts: list[_Part]) -> Record:
+    """Full tensors from the shards that the ranks own; every element must come from exactly one rank."""
+    gradients: Arrays = {}
+    values: Arrays = {}
+    for weight in weights(setup.model):
+        for target, shards in ((gradients, "gradients"), (values, "values")):
+            full = np.full(weight.shape, np.nan)
+            filled = 0
+            for part in parts:
+                if weight.name in getattr(part, shards):
+                    offsets, array = getattr(part, shards)[weight.name]
+                    full[tuple(slice(o, o + n) for o, n in zip(offsets, array.shape, strict=True))] = array
+                    filled += array.size
+            assert filled == weight.numel, f"{weight.name}: ranks own {filled} of {weight.numel} elements"
+            target[weight.name] = full
+    first = parts[0]
+    for part in parts:
+        same = (part.losses, part.grad_norms) == (first.losses, first.grad_norms)
+        assert same, f"ranks report different losses or norms: {part.losses} and {first.losses}"
+    return Record(losses=first.losses, grad_norms=first.grad_norms, gradients=gradients, values=values)

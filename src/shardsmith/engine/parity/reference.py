@@ -1,0 +1,82 @@
+"""The reference: one process, the whole model, torch's own loss, autograd, clipping and optimiser.
+
+It shares the model's modules with the engine and nothing else: no interpreter, no buckets, no split
+vocabulary, no clipping of ours. What a plan computes is compared with this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardsmith.engine.dataset.batches import Microbatch
+from shardsmith.engine.models.decoder import Stage
+from shardsmith.engine.models.initialise import materialise, whole
+from shardsmith.engine.runtime.vocabulary import IGNORED
+from shardsmith.engine.train.optimizer import make_optimizer
+from shardsmith.plan.stages import Stage as StageSpec
+from shardsmith.specs.job import Optimisation
+from shardsmith.specs.model import ModelSpec, weights
+
+Arrays = dict[str, npt.NDArray[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a run computed: losses and gradient norms a step, the first step's (clipped) gradients, the last values."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    gradients: Arrays
+    values: Arrays
+
+
+def whole_model(model: ModelSpec, *, seed: int, dtype: torch.dtype, device: torch.device) -> Stage:
+    """The full model as one stage, with the initial weights that `seed` gives to every layout."""
+    spec = StageSpec(index=0, rank=0, layers=tuple(range(model.layers)), embedding=True, head=True)
+    with torch.device("meta"):
+        module = Stage(model, spec)
+    shards = {w.name: whole(w) for w in weights(model)}
+    materialise(module, weights(model), shards, seed=seed, dtype=dtype, device=device)
+    return module
+
+
+def run_reference(
+    model: ModelSpec, batches: list[list[Microbatch]], optimisation: Optimisation, *, seed: int, dtype: torch.dtype
+) -> Record:
+    """Train on the global batches `batches[step]` and record it all."""
+    module = whole_model(model, seed=seed, dtype=dtype, device=torch.device("cpu"))
+    parameters = dict(module.named_parameters())
+    optimizer = make_optimizer(parameters, {w.name: w for w in weights(model)}, optimisation)
+    losses, norms = [], []
+    gradients: Arrays = {}
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(_accumulate(module, batch))
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), optimisation.clip or float("inf"))
+        norms.append(float(norm))
+        gradients = gradients or {name: _array(p.grad) for name, p in parameters.items() if p.grad is not None}
+        optimizer.step()
+    values = {name: _array(p) for name, p in parameters.items()}
+    return Record(losses=tuple(losses), grad_norms=tuple(norms), gradients=gradients, values=values)
+
+
+def _accumulate(module: Stage, batch: list[Microbatch]) -> float:
+    """Backward of the mean over the valid tokens of all of `batch`; returns that mean."""
+    tokens = max(1, sum(int((m.labels != IGNORED).sum()) for m in batch))
+    total = 0.0
+    for m in batch:
+        logits_SBV = module(m.tokens.t(), m.positions[:, None])
+        loss = F.cross_entropy(logits_SBV.flatten(0, 1), m.labels.t().flatten(), ignore_index=IGNORED, reduction="sum")
+        (loss / tokens).backward()
+        total += loss.item()
+    return total / tokens
+
+
+def _array(x: Tensor) -> npt.NDArray[np.float64]:
+    return x.detach().double().cpu().numpy()

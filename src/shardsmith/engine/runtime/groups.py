@@ -1,0 +1,53 @@
+"""The process groups of a mesh, as this rank sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardsmith.engine.runtime.group import Group
+from shardsmith.engine.runtime.recorder import Recorder
+from shardsmith.plan.mesh import DATA, Mesh
+from shardsmith.timeline import LaneKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """One group an axis; the pipeline has one communicator a direction; `tied` joins the two ends of it."""
+
+    world: Group
+    tensor: Group
+    data: Group
+    forward: Group
+    backward: Group
+    tied: Group
+
+
+def make_groups(mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, int], timeout_s: float) -> Groups:
+    """Build all groups; every rank of the world must call this with the same mesh.
+
+    `ends` are the pipeline ranks of the first and the last stage, which share a tied embedding.
+    """
+
+    def along(axis: LaneKind, all_ranks: tuple[tuple[int, ...], ...]) -> Group:
+        mine: Group | None = None
+        for ranks in all_ranks:
+            handle = None
+            if len(ranks) > 1:
+                handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            if rank in ranks:
+                mine = Group(axis=axis, ranks=ranks, index=ranks.index(rank), recorder=recorder, handle=handle)
+        return mine or Group(axis=axis, ranks=(rank,), index=0, recorder=recorder)
+
+    pipelines = mesh.groups("pipeline")
+    pairs = tuple(tuple(dict.fromkeys(ranks[end] for end in ends)) for ranks in pipelines)
+    return Groups(
+        world=along("data", (tuple(range(mesh.world)),)),
+        tensor=along("tensor", mesh.groups("tensor")),
+        data=along("data", mesh.groups(*DATA)),
+        forward=along("pipeline", pipelines),
+        backward=along("pipeline", pipelines),
+        tied=along("pipeline", pairs),
+    )

@@ -1,0 +1,180 @@
+"""The one linear: matrices that share an input, with an optional collective on either side.
+
+Tensor parallelism, split backward and overlap all come down to the same question: what happens to the
+input before the product, to the output after it, and when the weight gradient is computed. This file
+answers it once. Legend of shape suffixes: S sequence (this rank's part under sequence parallelism),
+B sequences of the microbatch, I input width, O output width (this rank's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardsmith.engine.runtime.group import Group
+
+Enter = Literal["none", "copy", "gather"]
+Leave = Literal["none", "reduce", "scatter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seam:
+    """Where a block meets the tensor axis.
+
+    enter: `copy` (forward: nothing; backward: all-reduce of the input gradient) or `gather` (sequence
+    parallel: all-gather; backward: reduce-scatter, and the input is gathered again for the weight gradient).
+    leave: `reduce` (all-reduce of the partial output; backward: nothing) or `scatter` (reduce-scatter;
+    backward: all-gather). These are f and g of Shoeybi et al. 2019 and Korthikanti et al. 2022. `place` names
+    the part of the model (layer, embedding, head) under which the collectives are counted.
+    """
+
+    group: Group | None = None
+    enter: Enter = "none"
+    leave: Leave = "none"
+    place: str = "layer"
+
+
+OPEN = Seam()
+"""The seam of a single device: no collective on either side."""
+
+
+@dataclass
+class WeightQueue:
+    """Weight gradients put off by a split backward: filled while `deferring`, emptied by the W action."""
+
+    deferring: bool = False
+    pending: list[Callable[[], None]] = field(default_factory=list)
+
+    def take(self) -> list[Callable[[], None]]:
+        """Hand over everything that is pending."""
+        taken, self.pending = self.pending, []
+        return taken
+
+
+class Projection(nn.Module):
+    """Holder of one matrix [O, I] and an optional bias [O]; `linear` does the work."""
+
+    def __init__(self, rows: int, columns: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+
+
+def linear(x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQueue | None = None) -> list[Tensor]:
+    """Outputs of all `projections` of one input `x` [S, B, I], entered and left through `seam`.
+
+    One collective serves them all. A row-parallel projection (`leave` set) stands alone, and its bias is
+    added once, after the sum over ranks.
+    """
+    weights = [p.weight for p in projections]
+    biases = [p.bias for p in projections]
+    if seam.leave == "none":
+        return list(_Linear.apply(x, seam, queue, len(weights), *weights, *biases))
+    assert len(projections) == 1, "only one projection can leave through a reducing seam"
+    (partial,) = _Linear.apply(x, seam, queue, 1, weights[0], None)
+    out = leave(partial, seam)
+    return [out if biases[0] is None else out + biases[0]]
+
+
+def leave(partial: Tensor, seam: Seam) -> Tensor:
+    """Sum `partial` [S, ...] over the tensor ranks, as the seam says; its backward is the counterpart."""
+    if seam.group is None or seam.leave == "none":
+        return partial
+    out: Tensor = _Leave.apply(partial, seam)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, seam: Seam, queue: WeightQueue | None, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.seam, ctx.queue, ctx.count = seam, queue, count
+        ctx.has_bias = [b is not None for b in biases]
+        ctx.save_for_backward(x, *weights)
+        full = _entered(x, seam, "forward")
+        return tuple(F.linear(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        seam: Seam = ctx.seam
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.matmul(grads[0], weights[0])
+            for g, w in zip(grads[1:], weights[1:], strict=True):
+                grad_x = torch.addmm(_rows(grad_x), _rows(g), w).view(grad_x.shape)
+            grad_x = _entered_backward(grad_x, seam)
+        nothing = (None,) * ctx.count
+        if ctx.queue is not None and ctx.queue.deferring:
+            ctx.queue.pending.append(_deferred(x, grads, weights, seam))
+            grad_w: tuple[Tensor | None, ...] = nothing
+        else:
+            full = _rows(_entered(x, seam, "backward"))
+            grad_w = tuple(_rows(g).t().matmul(full) for g in grads)
+        grad_b = tuple(_rows(g).sum(0) if has else None for g, has in zip(grads, ctx.has_bias, strict=True))
+        return (grad_x, None, None, None, *grad_w, *grad_b)
+
+
+def _entered(x: Tensor, seam: Seam, phase: str) -> Tensor:
+    if seam.enter == "gather" and seam.group is not None:
+        return seam.group.all_gather(x, f"{seam.place}_{phase}")
+    return x
+
+
+def _entered_backward(grad: Tensor, seam: Seam) -> Tensor:
+    if seam.group is None or seam.enter == "none":
+        return grad
+    if seam.enter == "gather":
+        return seam.group.reduce_scatter(grad, f"{seam.place}_backward")
+    return seam.group.all_reduce(grad.contiguous(), f"{seam.place}_backward")
+
+
+def _deferred(x: Tensor, grads: tuple[Tensor, ...], weights: list[Tensor], seam: Seam) -> Callable[[], None]:
+    """The W action of one linear: needs its input and output gradients, never its weight."""
+
+    def compute() -> None:
+        full = _rows(_entered(x, seam, "backward"))
+        for grad, weight in zip(grads, weights, strict=True):
+            accumulate(weight, _rows(grad).t().matmul(full))
+
+    return compute
+
+
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add `gradient` to `parameter.grad` outside autograd and fire the parameter's hooks as autograd would."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, seam: Seam) -> Tensor:
+        ctx.seam = seam
+        assert seam.group is not None, "a reducing seam has a group"
+        if seam.leave == "scatter":
+            return seam.group.reduce_scatter(partial, f"{seam.place}_forward")
+        ctx.mark_dirty(partial)
+        return seam.group.all_reduce(partial, f"{seam.place}_forward")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        seam: Seam = ctx.seam
+        assert seam.group is not None, "a reducing seam has a group"
+        if seam.leave == "scatter":
+            return seam.group.all_gather(grad, f"{seam.place}_backward"), None
+        return grad, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

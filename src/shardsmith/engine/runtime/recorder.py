@@ -1,0 +1,95 @@
+"""The recorder: counts every collective, and on request keeps a measured Timeline."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shardsmith.timeline import LaneKind, Span
+
+
+class Traffic(NamedTuple):
+    """One kind of communication: on which axis, which collective, what for."""
+
+    axis: LaneKind
+    kind: str
+    purpose: str
+
+
+@dataclass
+class Tally:
+    """How often, how many payload bytes in all, and how many bytes this rank put on the wire itself."""
+
+    count: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Recorder:
+    """Counts and spans of one rank; both are off until `counting` or `tracing` is set.
+
+    Times are `time.monotonic()` seconds, one clock for all processes of a host; `offset` is added to
+    them so that hosts agree (see `align`).
+    """
+
+    rank: int
+    counting: bool = False
+    tracing: bool = False
+    offset: float = 0.0
+    tallies: dict[Traffic, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    spans: list[Span] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget everything recorded so far."""
+        self.tallies.clear()
+        self.spans.clear()
+
+    def communicated(self, axis: LaneKind, kind: str, purpose: str, size: int, work: dist.Work | None) -> None:
+        """Note an asynchronous collective of `size` payload bytes that has just been started as `work`."""
+        if self.counting:
+            tally = self.tallies[Traffic(axis, kind, purpose)]
+            tally.count += 1
+            tally.bytes += size
+        if self.tracing and work is not None:
+            start = time.monotonic()
+
+            def finished(_: object) -> None:
+                self._add(axis, f"{kind} {purpose}", start, size=size)
+
+            work.get_future().add_done_callback(finished)
+
+    @contextmanager
+    def communicating(self, axis: LaneKind, kind: str, purpose: str, size: int) -> Iterator[None]:
+        """Count and time a blocking collective of `size` payload bytes."""
+        self.communicated(axis, kind, purpose, size, None)
+        start = time.monotonic()
+        yield
+        if self.tracing:
+            self._add(axis, f"{kind} {purpose}", start, size=size)
+
+    def computed(self, name: str, start: float, *, stage: int, microbatch: int) -> None:
+        """Note a compute action that began at `start` and ends now."""
+        if self.tracing:
+            self._add("compute", name, start, stage=stage, microbatch=microbatch)
+
+    def _add(
+        self, lane: LaneKind, name: str, start: float, *, stage: int = -1, microbatch: int = -1, size: int = 0
+    ) -> None:
+        self.spans.append(
+            Span(
+                rank=self.rank,
+                lane=lane,
+                name=name,
+                start=start + self.offset,
+                end=time.monotonic() + self.offset,
+                stage=stage,
+                microbatch=microbatch,
+                bytes=size,
+            )
+        )

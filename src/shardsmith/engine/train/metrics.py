@@ -1,0 +1,54 @@
+"""What a run reports: a line of metrics a step, as JSON lines and for TensorBoard, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimiser step: `loss` is the mean over all valid tokens of the step, `grad_norm` global and unclipped.
+
+    `tokens` counts valid targets over all data ranks, `tokens_per_s` those of the whole world; `mfu` is
+    None where the peak of the device is not known.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    tokens_per_s: float
+    mfu: float | None
+    step_time_s: float
+    lr: float
+
+
+class MetricsWriter:
+    """Writes `metrics.jsonl` (flushed a line at a time) and, if asked, TensorBoard event files in `folder`."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines: IO[str] = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step."""
+        self._lines.write(json.dumps(asdict(metrics)) + "\n")
+        self._lines.flush()
+        if self._board is not None:
+            for name, value in asdict(metrics).items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        """Finish both files."""
+        self._lines.close()
+        if self._board is not None:
+            self._board.close()

@@ -23,6 +23,8 @@ class Kind(str, Enum):
     W = "W"
     """backward for the weights only (the second half)"""
 
+    __hash__ = str.__hash__  # actions are dictionary keys by the hundred thousand; Enum's own hash is far slower
+
 
 class Action(NamedTuple):
     """`kind` of work on global `stage` for `microbatch`; written like `F2.5` (stage 2, microbatch 5)."""

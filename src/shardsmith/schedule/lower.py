@@ -1,0 +1,120 @@
+"""From an order to programs: which rank sends what to whom, when, and when gradients are complete.
+
+Why no program that comes out of here can deadlock, even if every batch of sends and receives blocks
+until all of it has passed: the order is played once with unit times, which puts all compute actions
+(at their starts) and all transfers (at the end of the action that made them, before any action that
+starts then) on ONE line. Each rank's program is that line cut down to what concerns the rank, with
+neighbouring transfers merged into a batch. Suppose ranks were stuck, and let t be the earliest
+transfer on the line that has not passed. Whatever its sender and its receiver do before the batch
+that holds t consists of computing, and of transfers earlier than t, which have passed; so both have
+entered the batch that holds t. The two ends list the transfers of one pair and direction in the order
+of the line, and the earlier ones have passed, so t meets its own other end and passes: a contradiction.
+The same argument holds where an engine waits later than that (never before a batch, only for the
+inputs of an action). Inputs arrive in time because a transfer stands on the line between the action
+that made it and the one that uses it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from shardsmith.schedule.ir import Action, Kind, Order
+from shardsmith.schedule.play import play
+
+
+class Payload(str, Enum):
+    """What passes between two stages."""
+
+    ACTIVATION = "activation"
+    """output of a stage's forward, to the next stage"""
+    GRADIENT = "gradient"
+    """gradient of a stage's input (from its B or I), to the previous stage"""
+
+
+class Transfer(NamedTuple):
+    """One message: what `stage` produced for `microbatch`, from pipeline rank `source` to `target`."""
+
+    payload: Payload
+    stage: int
+    microbatch: int
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        text = f"{self.payload.value} of stage {self.stage}, microbatch {self.microbatch}"
+        return f"{text}, rank {self.source} -> rank {self.target}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One batch: all `sends` and `receives` are issued together, each list in the order of the line."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce:
+    """The gradients of all weights of `stage` are complete: the rank has done its last B or W of it."""
+
+    stage: int
+
+
+Step = Action | Exchange | Reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Per pipeline rank, everything it does in one step: `order` with communication added."""
+
+    order: Order
+    ranks: tuple[tuple[Step, ...], ...]
+
+
+def transfer_of(action: Action, placement: tuple[int, ...]) -> Transfer | None:
+    """The message that `action` makes, or None: W makes none, nor do the ends of the pipeline or hops within a rank."""
+    if action.kind is Kind.W:
+        return None
+    payload, to = (
+        (Payload.ACTIVATION, action.stage + 1) if action.kind is Kind.F else (Payload.GRADIENT, action.stage - 1)
+    )
+    if not 0 <= to < len(placement) or placement[to] == placement[action.stage]:
+        return None
+    return Transfer(payload, action.stage, action.microbatch, placement[action.stage], placement[to])
+
+
+def lower(order: Order) -> Program:
+    """Add communication to a legal `order`: batches of transfers, and a Reduce per stage.
+
+    Between two compute actions a rank has at most one Exchange. Reduce(stage) stands directly behind
+    the last B or W of that stage.
+    """
+    played = play(order)
+    starts = [[played.start[a] for a in actions] for actions in order.ranks]
+    gaps: list[list[tuple[list[Transfer], list[Transfer]]]] = [
+        [([], []) for _ in range(len(actions) + 1)] for actions in order.ranks
+    ]
+    # A rank makes one thing at a time, so (end, rank) orders the transfers without ties.
+    for action in sorted(played.end, key=lambda a: (played.end[a], order.placement[a.stage])):
+        transfer = transfer_of(action, order.placement)
+        if transfer is not None:
+            for rank, side in ((transfer.source, 0), (transfer.target, 1)):
+                gaps[rank][bisect_left(starts[rank], played.end[action])][side].append(transfer)
+    return Program(order=order, ranks=tuple(_weave(a, g) for a, g in zip(order.ranks, gaps, strict=True)))
+
+
+def _weave(actions: tuple[Action, ...], gaps: list[tuple[list[Transfer], list[Transfer]]]) -> tuple[Step, ...]:
+    last = {action.stage: i for i, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
+    steps: list[Step] = []
+    for i, (sends, receives) in enumerate(gaps):
+        if i > 0:
+            action = actions[i - 1]
+            steps.append(action)
+            if last.get(action.stage) == i - 1:
+                steps.append(Reduce(stage=action.stage))
+        if sends or receives:
+            steps.append(Exchange(sends=tuple(sends), receives=tuple(receives)))
+    return tuple(steps)

@@ -1,0 +1,80 @@
+"""Interleaved 1F1B (Narayanan et al. 2021): v stages per rank, placed in a loop.
+
+Stage s lives on rank s % P, so a microbatch visits every rank v times and the bubble shrinks by v;
+the price is v times as many messages and more live activations. Microbatches advance in groups of P:
+a rank runs one group through its first stage, then through its second, and so on.
+"""
+
+from __future__ import annotations
+
+from shardsmith.errors import Fault
+from shardsmith.schedule.closed_form import ClosedForm, Time
+from shardsmith.schedule.ir import Action, Kind, Order
+from shardsmith.schedule.rules import STAGES_PER_RANK, size_faults
+
+DEFAULT_STAGES_PER_RANK = 2
+
+
+def faults(*, pipeline: int, microbatches: int, stages_per_rank: int, source: str) -> list[Fault]:
+    """What interleaving forbids: fewer than two stages per rank."""
+    found = size_faults(pipeline=pipeline, microbatches=microbatches, source=source)
+    if stages_per_rank < 2:
+        found.append(
+            STAGES_PER_RANK.fault(
+                f"interleaved needs at least 2 stages per rank, not {stages_per_rank}",
+                (source, f"stages_per_rank = {stages_per_rank}"),
+                (source, "schedule = interleaved"),
+                hint="stages_per_rank = 2, or schedule = one_f_one_b (one stage per rank)",
+            )
+        )
+    return found
+
+
+def placement(*, pipeline: int, stages_per_rank: int = DEFAULT_STAGES_PER_RANK) -> tuple[int, ...]:
+    """Stage s lives on pipeline rank s % P."""
+    return tuple(stage % pipeline for stage in range(pipeline * stages_per_rank))
+
+
+def order(*, pipeline: int, microbatches: int, stages_per_rank: int = DEFAULT_STAGES_PER_RANK) -> Order:
+    """The interleaved order for any pipeline and microbatches >= 1.
+
+    Where m is no multiple of P, it is the order of the next multiple without the microbatches that do
+    not exist. No dependency crosses microbatches, so what is left of a legal order is legal; building
+    the last group at its own size instead deadlocks for some sizes (P = 4, v = 3, m = 5), and is never
+    faster.
+    """
+    whole_groups = -(-microbatches // pipeline) * pipeline
+    visits = [
+        (chunk, m)
+        for first in range(0, whole_groups, pipeline)
+        for chunk in range(stages_per_rank)
+        for m in range(first, first + pipeline)
+    ]
+    ranks = []
+    for rank in range(pipeline):
+        forwards = [Action(Kind.F, chunk * pipeline + rank, m) for chunk, m in visits]
+        backwards = [Action(Kind.B, (stages_per_rank - 1 - chunk) * pipeline + rank, m) for chunk, m in visits]
+        # Until the last stage can turn the first microbatch round, a rank has (v-1) P forwards of its other
+        # stages to do, and 2 for every rank between it and the last: one on the way there, one back.
+        warm_up = min((stages_per_rank - 1) * pipeline + 2 * (pipeline - 1 - rank), len(visits))
+        actions = forwards[:warm_up]
+        for i, backward in enumerate(backwards):
+            actions.extend(forwards[warm_up + i : warm_up + i + 1])
+            actions.append(backward)
+        ranks.append(tuple(a for a in actions if a.microbatch < microbatches))
+    where = placement(pipeline=pipeline, stages_per_rank=stages_per_rank)
+    return Order(name="interleaved", microbatches=microbatches, placement=where, ranks=tuple(ranks))
+
+
+def closed_form(
+    *, pipeline: int, microbatches: int, stages_per_rank: int, F: Time, I: Time, W: Time
+) -> ClosedForm | None:
+    """Each rank idles (P-1)(F+I+W)/v where m is a multiple of P; None where it is not."""
+    if microbatches % pipeline:
+        return None
+    return ClosedForm(
+        formula="(P-1)(F+I+W)/v",
+        paper="Narayanan et al. 2021",
+        idle=(pipeline - 1) * (F + I + W) / stages_per_rank,
+        ideal=microbatches * (F + I + W),
+    )

@@ -1,0 +1,106 @@
+"""Play an order by the clock, and count what each rank holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardsmith.schedule.ir import Action, Kind, Order, needs
+
+UNIT: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
+"""Unit lengths: a backward costs two forwards, and its halves one each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """When each action starts and ends, in the unit of the lengths it was played with."""
+
+    start: Mapping[Action, float]
+    end: Mapping[Action, float]
+
+    @property
+    def step_time(self) -> float:
+        """End of the last action; the step starts at 0."""
+        return max(self.end.values(), default=0)
+
+    @property
+    def busy(self) -> float:
+        """Time spent computing, summed over ranks."""
+        return sum(end - self.start[action] for action, end in self.end.items())
+
+
+def advance(order: Order, lengths: Mapping[Kind, float]) -> tuple[Played, tuple[int, ...]]:
+    """Play `order` as far as its dependencies allow.
+
+    Every rank performs its list in order, each action as soon as the rank is free and all inputs
+    exist; communication takes no time. Returns the times, and how many actions each rank has
+    performed: all of them where the order is legal.
+    """
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    done: list[int] = [0] * order.pipeline
+    free: list[float] = [0] * order.pipeline
+    waiting: dict[Action, list[int]] = {}
+    ready = deque(range(order.pipeline))
+    while ready:
+        rank = ready.popleft()
+        actions = order.ranks[rank]
+        while done[rank] < len(actions):
+            action = actions[done[rank]]
+            inputs = [([end[a] for a in one_of if a in end], one_of) for one_of in needs(action, order.stages)]
+            missing = next((one_of for ends, one_of in inputs if not ends), ())
+            if missing:
+                for alternative in missing:
+                    waiting.setdefault(alternative, []).append(rank)
+                break
+            start[action] = max([free[rank], *(ends[0] for ends, _ in inputs)])
+            free[rank] = end[action] = start[action] + lengths[action.kind]
+            done[rank] += 1
+            ready.extend(waiting.pop(action, ()))
+    return Played(start=start, end=end), tuple(done)
+
+
+def play(order: Order, lengths: Mapping[Kind, float] = UNIT) -> Played:
+    """Play a legal `order`: the times of all its actions, with free communication.
+
+    `lengths` gives the time of one action of one stage by kind, all positive.
+    """
+    assert all(length > 0 for length in lengths.values()), "actions take time"
+    played, done = advance(order, lengths)
+    assert all(n == len(actions) for n, actions in zip(done, order.ranks, strict=True)), "the order is not legal"
+    return played
+
+
+class Live(NamedTuple):
+    """What a rank holds, counted in (stage, microbatch) pairs.
+
+    `activations`: forward done (or running), B or I not yet over, so everything saved is held.
+    `deferred`: I over, W not yet over, so only inputs of linear layers and their output gradients are held.
+    """
+
+    activations: int
+    deferred: int
+
+
+def live(actions: Iterable[Action]) -> Iterator[Live]:
+    """What one rank holds while it performs each of its `actions`."""
+    activations = deferred = 0
+    for action in actions:
+        activations += action.kind is Kind.F
+        yield Live(activations, deferred)
+        activations -= action.kind in (Kind.B, Kind.I)
+        deferred += (action.kind is Kind.I) - (action.kind is Kind.W)
+
+
+def peak_live(order: Order) -> tuple[Live, ...]:
+    """Per pipeline rank, the most it ever holds of either kind (the two peaks may lie at different times).
+
+    One unit is one microbatch in one stage: with v stages per rank it is 1/v of the rank's layers.
+    """
+    peaks = []
+    for actions in order.ranks:
+        held = list(live(actions))
+        peaks.append(Live(max((h.activations for h in held), default=0), max((h.deferred for h in held), default=0)))
+    return tuple(peaks)

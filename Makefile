@@ -72,7 +72,7 @@ types: $(READY)  ## mypy, strict
 
 .PHONY: contracts
 contracts: $(READY)  ## import-linter: imports point downwards only
-	$(BIN)/lint-imports --no-cache
+	$(BIN)/lint-imports --no-cache --no-logo
 
 .PHONY: core
 core: $(CORE_READY)  ## the core works where torch is not installed

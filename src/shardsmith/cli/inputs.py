@@ -23,6 +23,14 @@ OPTIONS = (
     click.option("--dtype", type=click.Choice(get_args(Dtype)), help="Dtype of the computation (default: float32)."),
 )
 KEYS = ("file", "plan", "model", "seq_len", "global_batch", "cluster", "nodes", "dtype")
+"""Names under which a verb receives the options above; `make_setup` takes the same."""
+
+
+def plan_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Give a verb the argument FILE and the options above, as they are."""
+    for option in reversed(OPTIONS):
+        function = option(function)
+    return function
 
 
 def setup_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -31,11 +39,10 @@ def setup_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
     Stands under `verb`, so that what is wrong with the input is reported like any other fault.
     """
 
+    @plan_options
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Answer:
         given = {key: kwargs.pop(key) for key in KEYS}
-        return function(*args, setup=make_setup(given.pop("file"), **given), **kwargs)
+        return function(*args, setup=make_setup(**given), **kwargs)
 
-    for option in reversed(OPTIONS):
-        wrapper = option(wrapper)
     return wrapper

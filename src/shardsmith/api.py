@@ -5,11 +5,14 @@ Nothing at module level imports torch: a verb that runs a model imports the engi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardsmith.errors import CODES, Code
 
 if TYPE_CHECKING:
+    from shardsmith.engine.dataset.prepare import Prepared, Watch
     from shardsmith.schedule.study import Study
 
 UNKNOWN_CODE = Code(code="F001", title="unknown code", because="every rule has one code, printed in its message")
@@ -17,6 +20,8 @@ UNKNOWN_CODE = Code(code="F001", title="unknown code", because="every rule has o
 
 def explain(code: str) -> Code:
     """The rule behind an error or warning code. Raises `Refused` (F001) for a code that no rule has."""
+    import shardsmith.engine.dataset.order
+    import shardsmith.engine.dataset.prepare
     import shardsmith.layout.check
     import shardsmith.schedule.rules  # noqa: F401 - these register the codes
 
@@ -24,6 +29,32 @@ def explain(code: str) -> Code:
     if rule is None:
         raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
     return rule
+
+
+def prepare(
+    inputs: Sequence[str],
+    out: str | Path,
+    *,
+    tokenizer: str = "byte",
+    patterns: Sequence[str] = (),
+    eod: str | None = None,
+    limit_mb: float | None = None,
+    force: bool = False,
+    watch: Watch | None = None,
+) -> Prepared:
+    """Turn text into the token file `out`.bin/.idx; see `shardsmith.engine.dataset.prepare.prepare`. Needs no torch."""
+    from shardsmith.engine.dataset.prepare import prepare
+
+    return prepare(
+        inputs,
+        out,
+        tokenizer=tokenizer,
+        patterns=patterns,
+        eod=eod,
+        limit_mb=limit_mb,
+        force=force,
+        watch=watch,
+    )
 
 
 def schedule(

@@ -1,0 +1,114 @@
+"""`shardsmith prepare INPUTS --out PREFIX`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from shardsmith import api
+from shardsmith.cli.common import Answer, verb
+from shardsmith.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from shardsmith.engine.dataset.prepare import Prepared, Watch
+
+SHOWN = 10
+"""Skipped files named one by one; the JSON answer holds them all."""
+
+
+@click.command("prepare")
+@click.argument("inputs", nargs=-1, required=True)
+@click.option("--out", "-o", required=True, metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.json.")
+@click.option(
+    "--tokenizer",
+    default="byte",
+    show_default=True,
+    help="byte, bpe:VOCAB (trained on this text, saved as tokenizer.json beside the output), "
+    "a tokenizer.json, or a folder with one.",
+)
+@click.option(
+    "--glob",
+    "patterns",
+    multiple=True,
+    metavar="PATTERN",
+    help="Which files of a folder to read, by name or path below it; may be repeated. Default: endings of text files.",
+)
+@click.option("--eod", help="The end-of-document token of a BPE or tokenizer.json.", metavar="TOKEN")
+@click.option("--limit-mb", type=click.FloatRange(min=0, min_open=True), help="Read only the first so many 1e6 bytes.")
+@click.option("--force", is_flag=True, help="Overwrite an existing output.")
+@verb
+def command(
+    inputs: tuple[str, ...],
+    out: str,
+    tokenizer: str,
+    patterns: tuple[str, ...],
+    eod: str | None,
+    limit_mb: float | None,
+    force: bool,
+) -> Answer:
+    """Turn the text of INPUTS (files, folders, quoted patterns) into a token file; each file is one document.
+
+    Folders are read recursively, without hidden folders. The format is that of Megatron-LM's indexed dataset.
+    """
+    with _progress() as watch:
+        found = api.prepare(
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            patterns=patterns,
+            eod=eod,
+            limit_mb=limit_mb,
+            force=force,
+            watch=watch,
+        )
+    return Answer(data=found.as_json(), show=(_table(found), *_notes(found)))
+
+
+@contextmanager
+def _progress() -> Iterator[Watch]:
+    """A bar on stderr, which leaves stdout to the answer; drawn only where a person watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        tasks: dict[str, int] = {}
+
+        def watch(doing: str, read: int, total: int) -> None:
+            if doing not in tasks:
+                tasks[doing] = progress.add_task(doing, total=total)
+            progress.update(tasks[doing], completed=read)  # type: ignore[arg-type]
+
+        yield watch
+
+
+def _table(found: Prepared) -> Table:
+    meta = found.meta
+    table = Table(show_header=False, box=None)
+    table.add_row("documents", f"{meta.documents:,}")
+    table.add_row("text", format_bytes(meta.bytes))
+    table.add_row("tokens", f"{meta.tokens:,} ({format_count(meta.tokens)})")
+    table.add_row("bytes per token", f"{meta.bytes / meta.tokens:.2f}")
+    table.add_row("vocabulary", f"{meta.vocab:,} ids, largest used {meta.max_id}, end of document {meta.eod}")
+    table.add_row("tokenizer", meta.tokenizer)
+    for kind, path in found.paths.items():
+        table.add_row(kind, f"{path} ({format_bytes(path.stat().st_size)})")
+    return table
+
+
+def _notes(found: Prepared) -> list[str]:
+    notes = []
+    if found.asked_vocab is not None and found.meta.vocab < found.asked_vocab:
+        notes.append(f"note: the text gave {found.meta.vocab} ids of the {found.asked_vocab} asked for")
+    if found.replaced:
+        notes.append(f"note: {found.replaced} byte runs in {found.malformed} files were not UTF-8: read as U+FFFD")
+    if found.skipped:
+        notes.append(f"note: {len(found.skipped)} files were skipped")
+        notes.extend(f"  {skipped.path} {skipped.reason}" for skipped in found.skipped[:SHOWN])
+    if len(found.skipped) > SHOWN:
+        notes.append(f"  ... and {len(found.skipped) - SHOWN} more: --json names them all")
+    return notes

@@ -1,0 +1,100 @@
+"""Which sample stands where in which step: a function of (seed, step) alone, whatever the plan.
+
+A sample is a window of seq_len + 1 tokens over all documents joined; windows begin every seq_len
+tokens, so each token is a target once. Every epoch visits all samples once, in an order of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardsmith.errors import Code
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+ORDER, SYNTHETIC = 1, 2
+"""First part of the key of a random stream: what it is used for."""
+
+_ROUNDS = 8
+
+NO_SAMPLE = Code(
+    code="G301",
+    title="data shorter than one sample",
+    because="a sample is seq_len + 1 consecutive tokens, so that every position has a next token to predict",
+)
+
+
+def stream(seed: int, *key: int) -> np.random.SeedSequence:
+    """The seed of a random stream of its own for `seed` and `key`, the same on every machine and numpy version."""
+    return np.random.SeedSequence(seed % 2**64, spawn_key=key)
+
+
+def window_count(tokens: int, seq_len: int, *, source: str = "data") -> int:
+    """Number of samples in `tokens` tokens: (tokens - 1) // seq_len. Raises `Refused` (G301) where there is none."""
+    if tokens <= seq_len:
+        raise NO_SAMPLE.refuse(
+            f"{tokens} tokens do not hold one sample of {seq_len} + 1",
+            (source, f"tokens = {tokens}"),
+            ("workload", f"seq_len = {seq_len}"),
+            hint=f"seq_len = {tokens - 1}" if tokens > 1 else "prepare more text",
+        )
+    return (tokens - 1) // seq_len
+
+
+def samples_of_step(*, seed: int, step: int, global_batch: int, samples: int) -> Ints:
+    """The samples of `step` (from 0): int64[global_batch], each in [0, samples).
+
+    Steps follow one another without gap: a batch may end one epoch and begin the next, and one larger
+    than the data holds several epochs.
+    """
+    assert min(samples, global_batch, step + 1) > 0, (samples, global_batch, step)
+    places = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
+    epochs = places // samples
+    out = np.empty(global_batch, dtype=np.int64)
+    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+        here = epochs == epoch
+        out[here] = shuffled(places[here] % samples, seed=seed, epoch=epoch, samples=samples)
+    return out
+
+
+def of_replica(samples: Ints, *, data_index: int, data: int, microbatch: int, microbatches: int) -> Ints:
+    """The part of a global batch that replica `data_index` of `data` computes: int64[microbatches, microbatch].
+
+    Microbatch i of all replicas together is a run of data x microbatch samples, so every factorisation
+    of the global batch computes the same samples, and replicas share none.
+    """
+    assert len(samples) == data * microbatch * microbatches, (len(samples), data, microbatch, microbatches)
+    assert 0 <= data_index < data, (data_index, data)
+    return samples.reshape(microbatches, data, microbatch)[:, data_index]
+
+
+def shuffled(places: Ints, *, seed: int, epoch: int, samples: int) -> Ints:
+    """Where the permutation of (seed, epoch) over [0, samples) sends each of `places`; int64 of the same length.
+
+    A Feistel network over the next even number of bits permutes without holding the permutation; a result
+    beyond the end is permuted again until it lies inside (cycle walking; Black and Rogaway 2002).
+    """
+    half = max(1, (max(samples - 1, 1).bit_length() + 1) // 2)
+    keys = stream(seed, ORDER, epoch).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+    out = _feistel(places.astype(np.uint64), half, keys)
+    while (outside := out >= samples).any():
+        out[outside] = _feistel(out[outside], half, keys)
+    return out.astype(np.int64)
+
+
+def _feistel(values: Words, half: int, keys: Words) -> Words:
+    """One pass over values of 2 x half bits: a permutation of [0, 4^half), whatever the round function does."""
+    bits, low = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> bits, values & low
+    for key in keys:
+        left, right = right, left ^ (_mixed(right ^ key) >> np.uint64(64 - half))
+    return (left << bits) | right
+
+
+def _mixed(values: Words) -> Words:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit flips each output bit half the time."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

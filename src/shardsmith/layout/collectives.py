@@ -24,18 +24,22 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
     coord, every = mesh_of(plan).coord(rank), stages(plan, setup.model)
-    alone = frozenset({"embedding.weight"} if has_tied_copies(setup, every) else ())
-    found, shards, embedding = [], [], 0
+    found, shards = [], []
+    tied: dict[str, int] = {}  # in a bucket of its own, as its gradient is complete only when both stages are
     for stage in every:
         if stage.rank != coord.pipeline:
             continue
         held = stage_shards(setup, stage, coord)
         sizes = [(h.weight.name, h.shard.numel * DTYPE_BYTES[kinds.reduce]) for h in held]
         found += tensor_collectives(setup, stage)
-        found += data_collectives(setup, sizes, alone)
         shards += [h.shard for h in held]
-        embedding = max([embedding, *(h.shard.numel for h in held if h.weight.role == "embedding")])
+        if has_tied_copies(setup, every):
+            tied |= {name: size for name, size in sizes if name == "embedding.weight"}
+        found += data_collectives(setup, [pair for pair in sizes if pair[0] not in tied])
+    found += data_collectives(setup, list(tied.items()))
     found += partial_gradients(setup, shards)
     found += pipeline_collectives(setup, every, coord.pipeline)
-    found += tied_collectives(setup, every, coord.pipeline, embedding * DTYPE_BYTES[kinds.grad])
+    # The copies are summed as they were accumulated, before anything is reduced over data ranks.
+    summed = sum(tied.values()) // DTYPE_BYTES[kinds.reduce] * DTYPE_BYTES[kinds.grad]
+    found += tied_collectives(setup, every, coord.pipeline, summed)
     return merged(found)

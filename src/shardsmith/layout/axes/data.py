@@ -82,20 +82,18 @@ def states(setup: Setup, parameters: int, moments: int = 2) -> States:
     )
 
 
-def buckets(
-    sizes: Sequence[tuple[str, int]], limit: float, alone: frozenset[str] = frozenset()
-) -> tuple[tuple[str, ...], ...]:
+def buckets(sizes: Sequence[tuple[str, int]], limit: float) -> tuple[tuple[str, ...], ...]:
     """Names of one stage's tensors by bucket, in the order in which the buckets are sent.
 
     `sizes` are (name, bytes) in the order of the forward pass. Buckets fill in the reverse order, as the
-    backward pass makes gradients, and each closes when it reaches `limit` bytes. Names in `alone` get a
-    bucket of their own at the end; a tensor of no bytes gets none.
+    backward pass makes gradients, and each closes when it reaches `limit` bytes. A tensor of no bytes
+    needs no bucket.
     """
     found: list[tuple[str, ...]] = []
     open_names: list[str] = []
     filled = 0
     for name, size in reversed(sizes):
-        if size == 0 or name in alone:
+        if size == 0:
             continue
         open_names.append(name)
         filled += size
@@ -104,17 +102,14 @@ def buckets(
             open_names, filled = [], 0
     if open_names:
         found.append(tuple(open_names))
-    found += [(name,) for name, size in sizes if size and name in alone]
     return tuple(found)
 
 
-def data_collectives(
-    setup: Setup, sizes: Sequence[tuple[str, int]], alone: frozenset[str] = frozenset()
-) -> list[CollectiveCount]:
+def data_collectives(setup: Setup, sizes: Sequence[tuple[str, int]]) -> list[CollectiveCount]:
     """The gradient buckets of one stage, all-reduced once a step over the data axis."""
     if setup.plan.data == 1:
         return []
-    count = len(buckets(sizes, setup.plan.bucket_mb * MIB, alone))
+    count = len(buckets(sizes, setup.plan.bucket_mb * MIB))
     size = sum(bytes_ for _, bytes_ in sizes)
     return [CollectiveCount(axis="data", kind="all_reduce", purpose="gradients", count=count, bytes=size)]
 

@@ -290,6 +290,25 @@ def test_full_disk_is_a_coded_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.listdir(tmp_path / "out") == []
 
 
+def test_stopped_between_two_files_leaves_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    run(tmp_path, "a.txt")
+    rename, done = os.replace, []
+
+    def once(source: Path, target: Path) -> None:
+        if done:
+            raise OSError(5, "Input/output error")
+        done.append(target.name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", once)
+    with pytest.raises(Refused, match="G005"):
+        run(tmp_path, "a.txt", force=True)
+    with pytest.raises(Refused, match="G201"):  # never an old index beside new tokens
+        TokenFile(tmp_path / "out" / "t")
+    assert done == ["t.bin"]
+
+
 def test_output_inside_the_input_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     prepare([str(tmp_path)], tmp_path / "t", patterns=["*"])

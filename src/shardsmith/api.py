@@ -5,30 +5,70 @@ Nothing at module level imports torch: a verb that runs a model imports the engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import pkgutil
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardsmith.errors import CODES, Code
+from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
     from shardsmith.engine.dataset.prepare import Prepared, Watch
+    from shardsmith.engine.parity.certificate import Certificate
+    from shardsmith.layout.check import Checked
+    from shardsmith.plan.setup import Job, Setup
+    from shardsmith.schedule.ir import Kind
     from shardsmith.schedule.study import Study
+    from shardsmith.timeline import Timeline
+
+MOST_VERIFIED_RANKS = 16
+MOST_VERIFIED_PARAMETERS = 300_000_000
+"""What `verify` runs on one machine without being asked to shrink the plan."""
 
 UNKNOWN_CODE = Code(code="F001", title="unknown code", because="every rule has one code, printed in its message")
 
 
-def explain(code: str) -> Code:
-    """The rule behind an error or warning code. Raises `Refused` (F001) for a code that no rule has."""
-    import shardsmith.engine.dataset.order
-    import shardsmith.engine.dataset.prepare
-    import shardsmith.layout.check
-    import shardsmith.schedule.rules  # noqa: F401 - these register the codes
+def check(setup: Setup | str | Path, *, running: bool = False) -> Checked:
+    """Every rule that a setup, or the plan or job file at a path, breaks; and the states of each stage.
 
-    rule = CODES.get(code.upper())
-    if rule is None:
-        raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
-    return rule
+    `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for
+    a file that cannot be read; what is wrong with the plan stands in `.faults`.
+    """
+    from shardsmith.layout.check import examine
+    from shardsmith.plan.file import read_setup
+
+    return examine(read_setup(setup) if isinstance(setup, (str, Path)) else setup, running=running)
+
+
+def explain(code: str) -> Code:
+    """The rule behind an error or warning code. Raises `Refused` (F001) for a code that no rule has.
+
+    Rules stand next to the code that enforces them, so modules are imported until the code turns up;
+    those of the engine need torch and come last.
+    """
+    wanted = code.upper()
+    for module in ("", *_modules()):
+        if module:
+            import_module(module)
+        if wanted in CODES:
+            return CODES[wanted]
+    raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
+
+
+def _modules() -> Iterator[str]:
+    """Names of all modules below the roof that can be imported here, those of the engine last."""
+    root = Path(__file__).parent
+    names = [m.name for m in pkgutil.walk_packages([str(root)], "shardsmith.") if not m.ispkg]
+    below = [n for n in names if not n.startswith(("shardsmith.cli", "shardsmith.api"))]
+    engine = [n for n in below if n.startswith("shardsmith.engine")]
+    yield from (n for n in below if n not in engine)
+    if find_spec("torch") is not None:
+        yield from engine
 
 
 def prepare(
@@ -57,7 +97,7 @@ def prepare(
     )
 
 
-def schedule(
+def study(
     name: str,
     *,
     pipeline: int | None = None,
@@ -71,12 +111,197 @@ def schedule(
     microbatch and rank, such as `F=1,I=1,W=1`. Raises `Refused` for what the schedule forbids, and for a
     grid that is not legal (S013 names the first impossible action).
     """
-    from shardsmith.schedule.study import study
+    from shardsmith.schedule import study
 
-    return study(
+    return study.study(
         name,
         pipeline=pipeline,
         microbatches=microbatches,
         stages_per_rank=stages_per_rank,
         times=times,
     )
+
+
+NO_TORCH = Code(
+    code="X201",
+    title="torch is not installed",
+    because="training and verifying run real tensors; planning, checking and schedules need no torch",
+)
+TOO_MANY_RANKS = Code(
+    code="X202",
+    title="too many ranks to verify on one machine",
+    because=f"verify forks every rank of the plan's world here, up to {MOST_VERIFIED_RANKS}",
+)
+TOO_LARGE = Code(
+    code="X203",
+    title="model too large to verify on one machine",
+    because="verify holds a full copy of the model, of its gradients and of both results in this machine's memory",
+)
+
+
+def verify(
+    setup: Setup, *, steps: int = 2, seed: int = 0, shrunk: bool = False, timeout_s: float = 600.0
+) -> Certificate:
+    """The parity certificate: the plan on its real ranks against one process; see `engine.parity`.
+
+    Runs the plan's true degrees up to 16 ranks; `shrunk` proves a small model under the same kind of plan.
+    Raises `Refused` with everything that forbids running the plan.
+    """
+    _require_sound(setup)
+    asked = setup
+    if shrunk:
+        from shardsmith.plan.shrink import shrink
+
+        setup = shrink(setup)
+        _require_sound(setup)
+    _refuse_if_huge(setup)
+    _require_torch("verify")
+    from shardsmith.engine.parity.certificate import certify
+
+    return certify(setup, asked=asked, steps=steps, seed=seed, timeout_s=timeout_s)
+
+
+def train(job: Job, *, pace: str | None = None) -> Path:
+    """Train as `job` says, on local ranks or as the rank that a launcher made of this process.
+
+    `pace` such as `F=20,I=20,W=20` pads every action to that many milliseconds (a B is I + W).
+    Returns the run's folder: metrics.jsonl, TensorBoard events, model.safetensors, and where a step was
+    recorded its timeline as JSON, Perfetto trace and picture. Raises `Refused` before anything starts,
+    `RankFailed` with a rank's own error.
+    """
+    _require_sound(job.setup)
+    lengths = _pace(pace)
+    _require_torch("train")
+    from shardsmith.engine.dataset.batches import open_source
+    from shardsmith.engine.train.launch import launch
+    from shardsmith.engine.train.loop import train_rank
+
+    setup, folder = job.setup, Path(job.run.folder)
+    open_source(job.data.path, seed=job.data.seed, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    launch(train_rank, (job, lengths), world=setup.plan.world, timeout_s=job.run.timeout_s, log_dir=folder / "logs")
+    _draw(folder)
+    return folder
+
+
+def _draw(folder: Path) -> None:
+    """The picture of a run's recorded timeline, if one was recorded."""
+    from shardsmith.design.reports.timeline_picture import draw_timeline
+    from shardsmith.timeline import Timeline
+
+    if (folder / "timeline.json").exists():
+        timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
+        draw_timeline(timeline, folder / "timeline.png")
+
+
+def _require_sound(setup: Setup) -> None:
+    from shardsmith.layout.check import check
+
+    raise_errors(check(setup, running=True))
+
+
+def _require_torch(verb: str) -> None:
+    if find_spec("torch") is None:
+        raise NO_TORCH.refuse(f"{verb} needs torch", hint="pip install 'shardsmith[train]'")
+
+
+def _refuse_if_huge(setup: Setup) -> None:
+    from shardsmith.specs.model import parameter_count
+
+    world, count = setup.plan.world, parameter_count(setup.model)
+    if world > MOST_VERIFIED_RANKS:
+        raise TOO_MANY_RANKS.refuse(
+            f"the plan has {world} ranks", *setup.said("plan.data", "plan.tensor", "plan.pipeline"), hint="--shrink"
+        )
+    if count > MOST_VERIFIED_PARAMETERS:
+        raise TOO_LARGE.refuse(
+            f"{setup.model.name} has {count:,} parameters, more than {MOST_VERIFIED_PARAMETERS:,}",
+            (setup.model.name, f"parameters = {count}"),
+            hint="--shrink",
+        )
+
+
+def _pace(text: str | None) -> dict[Kind, float]:
+    """Seconds of each kind of action from `F=20,I=20,W=20` (milliseconds); a B is I + W."""
+    if text is None:
+        return {}
+    from fractions import Fraction
+
+    from shardsmith.schedule.study import parse_times
+
+    times = parse_times(text, "--pace")
+    return {kind: float(length) / 1e3 for kind, length in times.per_stage(Fraction(1)).items()}
+
+
+DEMO_PLAN = "tensor=2,pipeline=2,data=2,microbatches=4,schedule=one_f_one_b"
+DEMO_PROMPTS = ("def __init__(self", "import ", "    return ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tour:
+    """What `demo` did: losses, the certificate of its plan, what the trained model says, one measured step."""
+
+    first_loss: float
+    last_loss: float
+    tokens: int
+    certificate: Certificate
+    samples: tuple[tuple[str, str], ...]
+    timeline: Timeline
+
+
+def demo(out: str | Path = "demo-run", *, steps: int = 200, say: Callable[[str], None] = print) -> Tour:
+    """The whole tour on one machine: prepare real text, train in 3-D on 8 ranks, prove the plan, sample, measure.
+
+    The text is Python's own standard library, so nothing is fetched. Fills the folder `out`; `say` is told
+    what happens.
+    """
+    from shardsmith.plan.file import dumps, make_setup
+    from shardsmith.plan.setup import Job
+    from shardsmith.specs.job import Data, Optimisation, Run
+    from shardsmith.timeline import Timeline
+
+    folder = Path(out)
+    setup = make_setup(plan=DEMO_PLAN, model="tiny-llama", seq_len=128, global_batch=16)
+    text = folder / "data" / "stdlib"
+    say(f"1. preparing text: Python's standard library -> {text}.bin")
+    found = prepare(
+        [sysconfig.get_paths()["stdlib"]],
+        text,
+        tokenizer=f"bpe:{setup.model.vocab}",
+        patterns=("*.py",),
+        limit_mb=4,
+        force=True,
+    )
+    job = Job(
+        setup=setup,
+        data=Data(path=str(text)),
+        optimisation=Optimisation(lr=3e-3),
+        run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0),
+    )
+    (folder / "job.toml").write_text(dumps(job))
+    say(f"2. training {setup.model.name} on {setup.plan.world} ranks: {setup.plan}")
+    train(job)
+    say("3. proving that very plan against one process, in float64")
+    certificate = verify(replace(setup, workload=replace(setup.workload, dtype="float64")), steps=2)
+    say("4. sampling")
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Tour(
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        tokens=found.meta.tokens,
+        certificate=certificate,
+        samples=_samples(setup, folder, text),
+        timeline=Timeline.from_json(json.loads((folder / "timeline.json").read_text())),
+    )
+
+
+def _samples(setup: Setup, folder: Path, text: Path, count: int = 24) -> tuple[tuple[str, str], ...]:
+    """Greedy continuations of a few prompts, by the final weights of the run."""
+    from shardsmith.engine.dataset.tokenizer import open_tokenizer
+    from shardsmith.engine.runtime.forked import run_forked
+    from shardsmith.engine.train.loop import WEIGHTS_FILE
+    from shardsmith.engine.train.sample import greedy_from
+
+    tokenizer = open_tokenizer(str(text.with_name("tokenizer.json")))
+    prompts = [[int(token) for token in ids] for ids in tokenizer.encode(DEMO_PROMPTS)]
+    (continued,) = run_forked(greedy_from, 1, setup.model, folder / WEIGHTS_FILE, prompts, count, timeout_s=120.0)
+    return tuple((prompt, tokenizer.decode(tokens)) for prompt, tokens in zip(DEMO_PROMPTS, continued, strict=True))

@@ -37,9 +37,7 @@ def command(
     cell per slot: F0 (forward of microbatch 0), B0, I0, W0, F2.0 (stage.microbatch), "." idle, "=" goes
     on. It is checked, and the first impossible action is named.
     """
-    study = api.schedule(
-        name, pipeline=pipeline, microbatches=microbatches, stages_per_rank=stages_per_rank, times=times
-    )
+    study = api.study(name, pipeline=pipeline, microbatches=microbatches, stages_per_rank=stages_per_rank, times=times)
     drawing = study.drawing()
     scale = "not to scale" if drawing.column is None else f"one column = {float(drawing.column):g}"
     return Answer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,16 +16,15 @@ from shardsmith.schedule.lower import Payload
 Shape = tuple[int, ...]
 
 
-class _Sent(NamedTuple):
-    work: dist.Work
-    kept: Tensor
-
-
 class Wire:
     """Point-to-point messages of one pipeline group; activations and gradients have a communicator each.
 
     Shapes are known beforehand from the microbatches (`shape_of(microbatch)`), so no header travels;
     in the first step every message is preceded by one all the same, to prove that both ends agree.
+
+    A send is waited for two exchanges later: that bounds what is kept alive, and cannot block for ever,
+    since lowered programs run to their end even if every batch blocks at once (`schedule.rendezvous`).
+    The recorder's pipeline lane shows the waits for messages, not their time on the wire.
     """
 
     def __init__(
@@ -35,10 +33,11 @@ class Wire:
         self.groups, self.shape_of, self.dtype, self.device = groups, shape_of, dtype, device
         self.checking = True
         self._arriving: dict[Key, tuple[dist.Work, Tensor]] = {}
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
 
     def exchange(self, sends: Sequence[tuple[Key, int, Tensor]], receives: Sequence[tuple[Key, int]]) -> None:
-        """Start one batch per direction; nothing is waited for here but messages that have long left."""
+        """Start one batch per direction, without waiting for it."""
+        self._sent.append([])
         sends = [(key, peer, value.contiguous()) for key, peer, value in sends]
         if self.checking:
             self._check_headers(sends, receives)
@@ -46,21 +45,27 @@ class Wire:
             self._batch(
                 payload, [s for s in sends if s[0].payload is payload], [r for r in receives if r[0].payload is payload]
             )
-        while self._sent and self._sent[0].work.is_completed():
-            self._sent.popleft()
+        self._settle(keep=2)
 
     def take(self, key: Key) -> Tensor:
         """The tensor that arrived for `key`."""
         work, value = self._arriving.pop(key)
-        work.wait()
+        recorder = self.groups[key.payload].recorder
+        with recorder.waiting("pipeline", f"receive {key.payload.value} {key.stage}.{key.microbatch}", value.nbytes):
+            work.wait()
         return value
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        while self._sent:
-            self._sent.popleft().work.wait()
+        self._settle(keep=0)
         assert not self._arriving, f"received but never used: {sorted(self._arriving)}"
         self.checking = False
+
+    def _settle(self, keep: int) -> None:
+        """Wait for all sends but those of the last `keep` exchanges."""
+        while len(self._sent) > keep:
+            for work, _ in self._sent.popleft():
+                work.wait()
 
     def _batch(self, payload: Payload, out: Sequence[tuple[Key, int, Tensor]], into: Sequence[tuple[Key, int]]) -> None:
         group = self.groups[payload]
@@ -70,10 +75,10 @@ class Wire:
             [(group, peer, buffer) for (_, peer), buffer in zip(into, buffers, strict=True)],
         )
         for (key, _, value), work in zip(out, works[: len(out)], strict=True):
-            group.recorder.communicated("pipeline", "send", key.payload.value, value.nbytes, work)
-            self._sent.append(_Sent(work, value))
+            group.recorder.count("pipeline", "send", key.payload.value, value.nbytes)
+            self._sent[-1].append((work, value))
         for (key, _), buffer, work in zip(into, buffers, works[len(out) :], strict=True):
-            group.recorder.communicated("pipeline", "receive", key.payload.value, buffer.nbytes, None)
+            group.recorder.count("pipeline", "receive", key.payload.value, buffer.nbytes)
             self._arriving[key] = (work, buffer)
 
     def _start(

@@ -51,7 +51,7 @@ class Group:
             return None
         self._note("all_reduce", purpose)
         work: dist.Work = dist.all_reduce(x, group=self.handle, async_op=True)
-        self.recorder.communicated(self.axis, "all_reduce", purpose, _bytes(x), work)
+        self.recorder.launched(self.axis, "all_reduce", purpose, _bytes(x), work)
         return work
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:

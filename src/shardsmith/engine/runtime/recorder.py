@@ -50,13 +50,17 @@ class Recorder:
         self.tallies.clear()
         self.spans.clear()
 
-    def communicated(self, axis: LaneKind, kind: str, purpose: str, size: int, work: dist.Work | None) -> None:
-        """Note an asynchronous collective of `size` payload bytes that has just been started as `work`."""
+    def count(self, axis: LaneKind, kind: str, purpose: str, size: int) -> None:
+        """Count one call of `size` payload bytes."""
         if self.counting:
             tally = self.tallies[Traffic(axis, kind, purpose)]
             tally.count += 1
             tally.bytes += size
-        if self.tracing and work is not None:
+
+    def launched(self, axis: LaneKind, kind: str, purpose: str, size: int, work: dist.Work) -> None:
+        """Count an asynchronous collective that has just been started as `work`, and time it to its end."""
+        self.count(axis, kind, purpose, size)
+        if self.tracing:
             start = time.monotonic()
 
             def finished(_: object) -> None:
@@ -67,11 +71,17 @@ class Recorder:
     @contextmanager
     def communicating(self, axis: LaneKind, kind: str, purpose: str, size: int) -> Iterator[None]:
         """Count and time a blocking collective of `size` payload bytes."""
-        self.communicated(axis, kind, purpose, size, None)
+        self.count(axis, kind, purpose, size)
+        with self.waiting(axis, f"{kind} {purpose}", size):
+            yield
+
+    @contextmanager
+    def waiting(self, axis: LaneKind, name: str, size: int) -> Iterator[None]:
+        """Time, without counting, a wait for `size` bytes that were asked for earlier."""
         start = time.monotonic()
         yield
         if self.tracing:
-            self._add(axis, f"{kind} {purpose}", start, size=size)
+            self._add(axis, name, start, size=size)
 
     def computed(self, name: str, start: float, *, stage: int, microbatch: int) -> None:
         """Note a compute action that began at `start` and ends now."""

@@ -1,0 +1,60 @@
+"""`shardsmith verify PLAN`: the parity certificate."""
+
+from __future__ import annotations
+
+import click
+from rich.table import Table
+
+from shardsmith import api
+from shardsmith.cli.common import OK, REFUSED, Answer, verb
+from shardsmith.cli.inputs import setup_options
+from shardsmith.engine.parity.certificate import Certificate
+from shardsmith.plan.setup import Setup
+
+SHOWN = 12
+"""Tensors listed for a person: those with the largest errors; `--json` lists all."""
+
+
+@click.command("verify")
+@verb
+@setup_options
+@click.option("--steps", default=2, show_default=True, type=click.IntRange(1), help="Optimiser steps to compare.")
+@click.option("--seed", default=0, show_default=True, help="Seed of initial weights and data.")
+@click.option("--shrink", is_flag=True, help="Prove the same kind of plan on small degrees and a small model.")
+@click.option("--timeout", default=600.0, show_default=True, help="Seconds after which the proof is given up.")
+def command(setup: Setup, steps: int, seed: int, shrink: bool, timeout: float) -> Answer:
+    """Prove that a plan computes what one process computes: loss, every gradient, norm, parameters.
+
+    Give --dtype float64 for the strict proof (1e-10); float32 is compared at 2e-5.
+    """
+    certificate = api.verify(setup, steps=steps, seed=seed, shrunk=shrink, timeout_s=timeout)
+    code = OK if certificate.passed else REFUSED
+    return Answer(data=certificate.as_json(), show=(verdict(certificate), errors_table(certificate)), exit_code=code)
+
+
+def verdict(certificate: Certificate) -> str:
+    """The certificate in a few lines."""
+    setup, asked = certificate.setup, certificate.asked
+    passed = "PASSED" if certificate.passed else "FAILED"
+    lines = [
+        f"{passed}: {setup.plan.world} ranks compute what one process computes",
+        f"  plan      {setup.plan or 'one rank'}",
+        f"  model     {setup.model.name}, {setup.workload.dtype}, {certificate.steps} steps of SGD with clipping",
+        f"  loss      {certificate.loss_error:.1e} relative error",
+        f"  norm      {certificate.grad_norm_error:.1e}",
+        f"  gradients {max(p.grad_error for p in certificate.parameters):.1e} (worst of {len(certificate.parameters)})",
+        f"  values    {max(p.value_error for p in certificate.parameters):.1e} after the last step",
+        f"  allowed   {certificate.tolerance:.0e}",
+    ]
+    if setup != asked:
+        lines.insert(2, f"  shrunk    from {asked.plan.world} ranks: {asked.plan}, model {asked.model.name}")
+    return "\n".join(lines)
+
+
+def errors_table(certificate: Certificate) -> Table:
+    """The tensors that are furthest apart."""
+    table = Table("tensor", "gradient error", "value error", title="largest errors", title_justify="left")
+    worst = sorted(certificate.parameters, key=lambda p: -max(p.grad_error, p.value_error))
+    for p in worst[:SHOWN]:
+        table.add_row(p.name, f"{p.grad_error:.1e}", f"{p.value_error:.1e}")
+    return table

@@ -1,0 +1,58 @@
+"""Make a plan and its model small enough to be proven on one machine, without changing what is proven."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardsmith.plan.batch import batching
+from shardsmith.plan.setup import Setup
+from shardsmith.plan.stages import stages_per_rank
+from shardsmith.specs.model import ModelSpec
+
+
+def shrink(setup: Setup) -> Setup:
+    """`setup` with every degree above 1 at 2 (3 where it is an odd multiple of 3), on a model of the same kind.
+
+    ZeRO level, schedule, sequence parallelism and stages per rank stay as they are; microbatches stay
+    fewer than stages where they were, and become at most two rounds of the pipeline where they were not.
+    The model keeps its family, biases, tying and grouping of heads; only its sizes shrink.
+    """
+    plan = setup.plan
+    degrees = {axis: _smaller(getattr(plan, axis)) for axis in ("tensor", "pipeline", "replicate")}
+    degrees["data"] = degrees["replicate"] * _smaller(plan.shard)
+    pipeline, before = degrees["pipeline"], batching(plan, setup.workload).microbatches
+    microbatches = max(1, pipeline - 1) if before < plan.pipeline else min(before, 2 * pipeline)
+    if before >= plan.pipeline and before % plan.pipeline == 0:
+        microbatches -= microbatches % pipeline
+    stages = pipeline * stages_per_rank(plan)
+    small = plan.with_(**degrees, microbatch=1, microbatches=microbatches, layers=None)
+    uneven = setup.model.layers % (plan.pipeline * stages_per_rank(plan)) != 0
+    work = replace(
+        setup.workload, seq_len=8 * degrees["tensor"], global_batch=degrees["data"] * microbatches, dtype="float64"
+    )
+    model = _small_model(setup.model, degrees["tensor"], stages + int(uneven))
+    return replace(setup, plan=small, workload=work, model=model)
+
+
+def _smaller(degree: int) -> int:
+    if degree == 1:
+        return 1
+    return 3 if degree % 3 == 0 and degree % 2 else 2
+
+
+def _small_model(model: ModelSpec, tensor: int, layers: int) -> ModelSpec:
+    group = min(model.heads // model.kv_heads, 4)
+    kv_heads = tensor * (2 if model.kv_heads > tensor else 1)
+    heads, head_dim = kv_heads * group, 8
+    return model.with_(
+        name=f"{model.name}-shrunk",
+        layers=layers,
+        hidden=heads * head_dim if model.hidden == model.heads * model.head_dim else heads * head_dim + 8,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=24 * tensor,
+        # Not a multiple of the degree where the model's own vocabulary is none.
+        vocab=96 * tensor + int(model.vocab % tensor != 0),
+        context=64 * tensor,
+    )

@@ -9,7 +9,6 @@ import click
 
 from shardsmith import api
 from shardsmith.cli.common import OK, REFUSED, Answer, console_for, verb
-from shardsmith.cli.verify import verdict
 from shardsmith.design.reports.timeline_picture import timeline_text
 
 
@@ -23,7 +22,7 @@ def command(out: Path, steps: int) -> Answer:
     tour = api.demo(out, steps=steps, say=lambda text: console.print(text, highlight=False))
     shown = [
         f"loss {tour.first_loss:.3f} -> {tour.last_loss:.3f} in {steps} steps on {tour.tokens:,} tokens of real text",
-        verdict(tour.certificate),
+        tour.certificate.summary(),
         "greedy samples:\n" + "\n".join(f"  {prompt!r} -> {text!r}" for prompt, text in tour.samples),
         timeline_text(tour.timeline),
         f"measured timeline: {out / 'timeline.png'} (picture), {out / 'trace.json'} (open it in ui.perfetto.dev)",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 from rich.table import Table
 
 from shardsmith import api
 from shardsmith.cli.common import OK, REFUSED, Answer, verb
 from shardsmith.cli.inputs import setup_options
-from shardsmith.engine.parity.certificate import Certificate
 from shardsmith.plan.setup import Setup
+
+if TYPE_CHECKING:
+    from shardsmith.engine.parity.certificate import Certificate
 
 SHOWN = 12
 """Tensors listed for a person: those with the largest errors; `--json` lists all."""
@@ -29,26 +33,7 @@ def command(setup: Setup, steps: int, seed: int, shrink: bool, timeout: float) -
     """
     certificate = api.verify(setup, steps=steps, seed=seed, shrunk=shrink, timeout_s=timeout)
     code = OK if certificate.passed else REFUSED
-    return Answer(data=certificate.as_json(), show=(verdict(certificate), errors_table(certificate)), exit_code=code)
-
-
-def verdict(certificate: Certificate) -> str:
-    """The certificate in a few lines."""
-    setup, asked = certificate.setup, certificate.asked
-    passed = "PASSED" if certificate.passed else "FAILED"
-    lines = [
-        f"{passed}: {setup.plan.world} ranks compute what one process computes",
-        f"  plan      {setup.plan or 'one rank'}",
-        f"  model     {setup.model.name}, {setup.workload.dtype}, {certificate.steps} steps of SGD with clipping",
-        f"  loss      {certificate.loss_error:.1e} relative error",
-        f"  norm      {certificate.grad_norm_error:.1e}",
-        f"  gradients {max(p.grad_error for p in certificate.parameters):.1e} (worst of {len(certificate.parameters)})",
-        f"  values    {max(p.value_error for p in certificate.parameters):.1e} after the last step",
-        f"  allowed   {certificate.tolerance:.0e}",
-    ]
-    if setup != asked:
-        lines.insert(2, f"  shrunk    from {asked.plan.world} ranks: {asked.plan}, model {asked.model.name}")
-    return "\n".join(lines)
+    return Answer(data=certificate.as_json(), show=(certificate.summary(), errors_table(certificate)), exit_code=code)
 
 
 def errors_table(certificate: Certificate) -> Table:

@@ -62,6 +62,23 @@ class Certificate:
         """Whether the plan computes what one process computes (a NaN never passes)."""
         return self.worst <= self.tolerance
 
+    def summary(self) -> str:
+        """The certificate in a few lines for a person."""
+        setup, asked = self.setup, self.asked
+        lines = [
+            f"{'PASSED' if self.passed else 'FAILED'}: {setup.plan.world} ranks against one process",
+            f"  plan      {setup.plan or 'one rank'}",
+            f"  model     {setup.model.name}, {setup.workload.dtype}, {self.steps} steps of SGD with clipping",
+            f"  loss      {self.loss_error:.1e} relative error",
+            f"  norm      {self.grad_norm_error:.1e}",
+            f"  gradients {max(p.grad_error for p in self.parameters):.1e} (worst of {len(self.parameters)} tensors)",
+            f"  values    {max(p.value_error for p in self.parameters):.1e} after the last step",
+            f"  allowed   {self.tolerance:.0e}",
+        ]
+        if setup != asked:
+            lines.insert(2, f"  shrunk    from {asked.plan.world} ranks: {asked.plan}, model {asked.model.name}")
+        return "\n".join(lines)
+
     def as_json(self) -> dict[str, Any]:
         """The certificate as plain JSON values."""
         shrunk = self.setup != self.asked

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
-from shardsmith.engine.models.initialise import materialise, whole
+from shardsmith.engine.models.whole import whole_model
 from shardsmith.engine.runtime.vocabulary import IGNORED
 from shardsmith.engine.train.optimizer import make_optimizer
-from shardsmith.plan.stages import Stage as StageSpec
 from shardsmith.specs.job import Optimisation
 from shardsmith.specs.model import ModelSpec, weights
 
@@ -34,16 +33,6 @@ class Record:
     grad_norms: tuple[float, ...]
     gradients: Arrays
     values: Arrays
-
-
-def whole_model(model: ModelSpec, *, seed: int, dtype: torch.dtype, device: torch.device) -> Stage:
-    """The full model as one stage, with the initial weights that `seed` gives to every layout."""
-    spec = StageSpec(index=0, rank=0, layers=tuple(range(model.layers)), embedding=True, head=True)
-    with torch.device("meta"):
-        module = Stage(model, spec)
-    shards = {w.name: whole(w) for w in weights(model)}
-    materialise(module, weights(model), shards, seed=seed, dtype=dtype, device=device)
-    return module
 
 
 def run_reference(

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardsmith.engine.models.decoder import Stage
-from shardsmith.engine.parity.reference import whole_model
+from shardsmith.engine.models.whole import whole_model
 from shardsmith.specs.model import ModelSpec
 
 

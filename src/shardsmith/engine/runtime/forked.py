@@ -47,6 +47,7 @@ def run_forked(
     waiting more than `wait_s` seconds in one collective (R203), or who was not done after `timeout_s` (R204).
     """
     assert world >= 1, f"world = {world}: at least one rank runs"
+    process.preload()
     with tempfile.TemporaryDirectory(prefix="shardsmith-ranks-") as name:
         folder = Path(name)
         fork = multiprocessing.get_context("fork")

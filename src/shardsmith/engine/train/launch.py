@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardsmith.engine.runtime import environment, failures, progress
+from shardsmith.engine.runtime import environment, failures, process, progress
 from shardsmith.errors import Code
 
 WRONG_WORLD = Code(
@@ -70,6 +70,7 @@ def _run_agent(
     # asking NVML instead of the CUDA runtime keeps CUDA usable in forked ranks
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    process.preload()
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -177,4 +177,4 @@ class _Leave(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)

@@ -19,8 +19,8 @@ from shardsmith.units import DTYPE_BYTES
 def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
     """Every collective and message of global `rank` in one training step, of a plan without faults.
 
-    An axis of degree 1 communicates nothing. Left out are the control messages of a few numbers that do not
-    depend on the model: token counts, the loss for the log, the parts of the gradient norm.
+    An axis of degree 1 communicates nothing. Left out are the headers that prove, in the first step of a run
+    only, that both ends of a message mean the same.
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
     coord, every = mesh_of(plan).coord(rank), stages(plan, setup.model)
@@ -42,4 +42,20 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
     # The copies are summed as they were accumulated, before anything is reduced over data ranks.
     summed = sum(tied.values()) // DTYPE_BYTES[kinds.reduce] * DTYPE_BYTES[kinds.grad]
     found += tied_collectives(setup, every, coord.pipeline, summed)
+    found += control_collectives(setup, head=every[-1].rank == coord.pipeline)
     return merged(found)
+
+
+def control_collectives(setup: Setup, *, head: bool) -> list[CollectiveCount]:
+    """The two all-reduces of a few float64 numbers in a step, whatever the model.
+
+    Ranks that hold the `head` count the valid tokens of all data ranks before the loss; in the end all ranks
+    of the world sum their parts of squared gradient norm, loss and tokens.
+    """
+    wide = DTYPE_BYTES["float64"]
+    found = []
+    if head and setup.plan.data > 1:
+        found.append(CollectiveCount(axis="data", kind="all_reduce", purpose="token_count", count=1, bytes=wide))
+    if setup.plan.world > 1:
+        found.append(CollectiveCount(axis="data", kind="all_reduce", purpose="step_summary", count=1, bytes=3 * wide))
+    return found

@@ -99,7 +99,7 @@ def ring_all_reduce(x: Tensor, group: Group) -> None:
     2(N-1)/N of the tensor in 2(N-1) messages (Patarasuk and Yuan 2009). The backend's own all-reduce is
     what training uses; this one is there to be counted and compared.
     """
-    if group.handle is None:
+    if group.handle is None or x.numel() == 0:
         return
     n, at = group.size, group.index
     chunk = math.ceil(x.numel() / n)

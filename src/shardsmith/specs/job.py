@@ -28,7 +28,10 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimisation:
-    """Optimiser and its settings; `clip` is the largest allowed global gradient norm (0: no clipping)."""
+    """Optimiser and its settings; `clip` is the largest allowed global gradient norm (0: no clipping).
+
+    `norm` is the norm that is clipped and reported: `l2`, or `max`, the largest absolute entry.
+    """
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = 3e-4
@@ -37,6 +40,7 @@ class Optimisation:
     weight_decay: float = 0.1
     momentum: float = 0.0
     clip: float = 1.0
+    norm: Literal["l2", "max"] = "l2"
 
 
 @dataclass(frozen=True, kw_only=True)

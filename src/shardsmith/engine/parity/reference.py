@@ -43,11 +43,12 @@ def run_reference(
     parameters = dict(module.named_parameters())
     optimizer = make_optimizer(parameters, {w.name: w for w in weights(model)}, optimisation)
     losses, norms = [], []
+    kind = 2.0 if optimisation.norm == "l2" else float("inf")
     gradients: Arrays = {}
     for batch in batches:
         optimizer.zero_grad()
         losses.append(_accumulate(module, batch))
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), optimisation.clip or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), optimisation.clip or float("inf"), kind)
         norms.append(float(norm))
         gradients = gradients or {name: _array(p.grad) for name, p in parameters.items() if p.grad is not None}
         optimizer.step()

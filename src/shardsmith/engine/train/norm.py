@@ -16,6 +16,12 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(counted)).double().square().sum()
 
 
+def largest_entry(gradients: Iterable[Tensor]) -> Tensor:
+    """The infinity norm of all `gradients` together, float64."""
+    entries = [g.abs().max().double() for g in gradients if g.numel()]
+    return torch.stack(entries).max() if entries else torch.zeros((), dtype=torch.float64)
+
+
 def clip_factor(norm: float, largest: float) -> float:
     """What to multiply every gradient with so that the global norm is at most `largest` (0: never clip)."""
     if largest <= 0 or norm <= largest:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardsmith.engine.dataset.batches import Microbatch
@@ -18,7 +19,7 @@ from shardsmith.engine.runtime.groups import Groups, make_groups
 from shardsmith.engine.runtime.interpreter import Interpreter
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.runtime.vocabulary import IGNORED
-from shardsmith.engine.train.norm import clip_factor, squared_norm
+from shardsmith.engine.train.norm import clip_factor, largest_entry, squared_norm
 from shardsmith.engine.train.optimizer import make_optimizer
 from shardsmith.engine.train.replicas import check_replicas
 from shardsmith.engine.train.stage_work import StageWork
@@ -202,15 +203,19 @@ class Trainer:
 
     def _summarise(self, microbatches: list[Microbatch]) -> StepResult:
         """Loss, norm and tokens of the whole step in one small collective over all ranks."""
-        counted = [p.grad for name, p in self.parameters().items() if self.owns(name)]
+        counted = [p.grad for name, p in self.parameters().items() if self.owns(name) and p.grad is not None]
         loss, tokens = 0.0, 0
         if self.work.loss_sums and self.coord.tensor == 0 and self.coord.context == 0:
             loss = float(torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum())
             tokens = _valid_tokens(microbatches)
         mine = torch.tensor([0.0, loss, float(tokens)], dtype=torch.float64, device=self.device)
-        mine[0] = squared_norm(g for g in counted if g is not None)
+        mine[0] = squared_norm(counted)
         square, loss, count = self.groups.world.all_reduce(mine, "step_summary").tolist()
-        return StepResult(loss=loss / max(1.0, count), grad_norm=square**0.5, tokens=int(count))
+        norm = square**0.5
+        if self.optimisation.norm == "max":
+            largest = largest_entry(counted).to(self.device)
+            norm = self.groups.world.all_reduce(largest, "largest_gradient", dist.ReduceOp.MAX).item()
+        return StepResult(loss=loss / max(1.0, count), grad_norm=norm, tokens=int(count))
 
 
 def _valid_tokens(microbatches: list[Microbatch]) -> int:

@@ -20,6 +20,7 @@ ROWS_PER_BLOCK = 256
 
 def full_rows(weight: Weight, seed: int, start: int, stop: int) -> Tensor:
     """Rows [start, stop) of the full initial tensor, float32 on the CPU (standard deviation from the full shape)."""
+    assert 0 <= start <= stop <= weight.shape[0], f"{weight.name} has no rows {start} to {stop}"
     shape = (stop - start, *weight.shape[1:])
     if weight.init != "normal":
         return torch.full(shape, 1.0 if weight.init == "ones" else 0.0)

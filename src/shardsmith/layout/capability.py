@@ -25,13 +25,10 @@ SCHEDULE_NOT_BUILT = Code(
 )
 
 PLAN_FIELDS: dict[str, tuple[Any, str]] = {
-    "replicate": (1, "sharding inside groups of data ranks"),
     "context": (1, "splitting the sequence of attention over ranks"),
     "ulysses": (1, "exchanging heads for sequence in attention"),
     "expert": (1, "placing experts on different ranks"),
     "expert_tensor": (1, "splitting experts over ranks"),
-    "zero": (0, "sharding optimiser state, gradients or weights over data ranks"),
-    "zero_gather": ("per_pass", "gathering sharded weights once a step"),
     "replicate_kv": (False, "copying key/value heads to more tensor ranks than there are heads"),
     "recompute": ("none", "computing activations a second time in the backward pass"),
     "overlap": ((), "running communication beside computation inside a layer"),

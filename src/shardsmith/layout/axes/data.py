@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from shardsmith.errors import Code, Fault
-from shardsmith.layout.facts import CollectiveCount
+from shardsmith.layout.facts import CollectiveCount, CommKind
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.units import DTYPE_BYTES, MIB
@@ -105,13 +106,76 @@ def buckets(sizes: Sequence[tuple[str, int]], limit: float) -> tuple[tuple[str, 
     return tuple(found)
 
 
-def data_collectives(setup: Setup, sizes: Sequence[tuple[str, int]]) -> list[CollectiveCount]:
-    """The gradient buckets of one stage, all-reduced once a step over the data axis."""
-    if setup.plan.data == 1:
+def data_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
+    """(first row, number of rows) that rank `index` of `shards` keeps of a tensor of `rows` rows.
+
+    Every rank but the last ones keeps ceil(rows / shards); a short tensor leaves the last ranks nothing.
+    """
+    each = -(-rows // shards)
+    first = min(index * each, rows)
+    return first, min(first + each, rows) - first
+
+
+def chunk_elements(shapes: Sequence[tuple[int, ...]], shards: int) -> int:
+    """Elements of one rank's part when tensors of `shapes` travel together, each padded to ceil(rows / shards)."""
+    return sum(-(-shape[0] // shards) * prod(shape[1:]) for shape in shapes)
+
+
+def data_collectives(
+    setup: Setup, tensors: Sequence[tuple[str, tuple[int, ...]]], passes: int, *, streams: bool = True
+) -> list[CollectiveCount]:
+    """The gradients of one stage's `tensors` (name, shape before ZeRO), reduced over the data axis in one step.
+
+    A reduce-scatter over the shard ranks and an all-reduce over the replicas, bucket by bucket; level 0 shards
+    over nobody. Levels 2 and 3 reduce-scatter each of the `passes` microbatches, unless weights are gathered
+    once per step or `streams` is off (a tied embedding waits for both its stages).
+    """
+    plan, kinds = setup.plan, precision(setup.plan, setup.workload)
+    shards = plan.shard * plan.context if plan.zero else 1
+    replicas = plan.data * plan.context // shards
+    wide, narrow = DTYPE_BYTES[kinds.grad], DTYPE_BYTES[kinds.reduce]
+    shapes = dict(tensors)
+    stream = streams and plan.zero >= 2 and plan.zero_gather == "per_pass"
+    found = []
+    for names in buckets([(n, prod(s) * wide) for n, s in tensors], plan.bucket_mb * MIB):
+        chunk = chunk_elements([shapes[n] for n in names], shards)
+        if shards > 1:
+            count = passes if stream else 1
+            size = count * shards * chunk * narrow
+            found.append(_gradients("reduce_scatter", count, size))
+        if replicas > 1:
+            kept = sum(data_rows(shapes[n][0], shards, 0)[1] * prod(shapes[n][1:]) for n in names)
+            found.append(_gradients("all_reduce", 1, kept * narrow))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitUse:
+    """Weights that are gathered together: their `shapes` before ZeRO, and how often a microbatch needs them whole."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    per_microbatch: int
+
+
+def weight_collectives(setup: Setup, units: Sequence[UnitUse], passes: int) -> list[CollectiveCount]:
+    """The gathers of sharded weights in one step of `passes` microbatches, one call a unit and use.
+
+    Levels 1 and 2 gather once, after the optimiser; level 3 once per step, or for each use.
+    """
+    plan, kinds = setup.plan, precision(setup.plan, setup.workload)
+    shards = plan.shard * plan.context
+    if plan.zero == 0 or shards == 1:
         return []
-    count = len(buckets(sizes, setup.plan.bucket_mb * MIB))
-    size = sum(bytes_ for _, bytes_ in sizes)
-    return [CollectiveCount(axis="data", kind="all_reduce", purpose="gradients", count=count, bytes=size)]
+    found = []
+    for unit in units:
+        count = passes * unit.per_microbatch if plan.zero == 3 and plan.zero_gather == "per_pass" else 1
+        size = count * shards * chunk_elements(unit.shapes, shards) * DTYPE_BYTES[kinds.param]
+        found.append(CollectiveCount(axis="data", kind="all_gather", purpose="weights", count=count, bytes=size))
+    return found
+
+
+def _gradients(kind: CommKind, count: int, size: int) -> CollectiveCount:
+    return CollectiveCount(axis="data", kind=kind, purpose="gradients", count=count, bytes=size)
 
 
 def data_faults(setup: Setup) -> list[Fault]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from shardsmith.layout.axes.data import UnitUse, data_collectives, data_rows, weight_collectives
+from shardsmith.layout.axes.data import (
+    UnitUse,
+    data_collectives,
+    data_rows,
+    shard_ranks,
+    weight_collectives,
+)
 from shardsmith.layout.axes.pipeline import has_tied_copies, pipeline_collectives, tied_collectives
 from shardsmith.layout.axes.tensor import partial_gradients, tensor_collectives
 from shardsmith.layout.facts import CollectiveCount as CollectiveCount
@@ -77,7 +83,7 @@ def _units(setup: Setup, held: Mapping[str, Held]) -> list[UnitUse]:
 
 def _partial_elements(setup: Setup, held: Sequence[Held], coord: Coord) -> int:
     """Elements of this rank's rows of all gradients that are still to be summed over the tensor axis."""
-    shards = setup.plan.shard * setup.plan.context if setup.plan.zero else 1
+    shards = shard_ranks(setup.plan)
     at = coord.shard * setup.plan.context + coord.context if setup.plan.zero else 0
     partial = [h.shard.shape for h in held if h.shard.partial_over_tensor]
     return sum(data_rows(shape[0], shards, at)[1] * prod(shape[1:]) for shape in partial)

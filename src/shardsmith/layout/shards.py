@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from shardsmith.layout.axes.data import States, states
+from shardsmith.layout.axes.data import States, data_rows, shard_ranks, states
 from shardsmith.layout.axes.tensor import tensor_shard
 from shardsmith.layout.facts import Shard as Shard
 from shardsmith.plan.mesh import Coord, mesh_of
@@ -75,10 +76,13 @@ def stage_shards(setup: Setup, stage: Stage, coord: Coord) -> tuple[Held, ...]:
 
 
 def stage_states(setup: Setup) -> tuple[StageStates, ...]:
-    """Bytes of weights, gradients and AdamW state of each stage, on its fullest tensor rank (the first)."""
+    """Bytes of weights, gradients and AdamW state of each stage, on its fullest rank (the first)."""
     found = []
     for stage in stages(setup.plan, setup.model):
         coord = Coord(pipeline=stage.rank, replicate=0, shard=0, context=0, tensor=0)
-        parameters = sum(held.shard.numel for held in stage_shards(setup, stage, coord))
-        found.append(StageStates(stage=stage.index, pipeline_rank=stage.rank, states=states(setup, parameters)))
+        shapes = [held.shard.shape for held in stage_shards(setup, stage, coord)]
+        parameters, ranks = sum(prod(shape) for shape in shapes), shard_ranks(setup.plan)
+        kept = sum(data_rows(shape[0], ranks, 0)[1] * prod(shape[1:]) for shape in shapes)
+        here = states(setup, parameters, kept=kept)
+        found.append(StageStates(stage=stage.index, pipeline_rank=stage.rank, states=here))
     return tuple(found)

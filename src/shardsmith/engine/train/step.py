@@ -25,6 +25,7 @@ from shardsmith.engine.train.optimizer import make_optimizer
 from shardsmith.engine.train.replicas import check_replicas
 from shardsmith.engine.train.scaler import LossScaler
 from shardsmith.engine.train.stage_work import StageWork
+from shardsmith.layout.axes.data import streams_gradients
 from shardsmith.layout.facts import Shard
 from shardsmith.layout.shards import shard, stage_weights
 from shardsmith.plan.batch import batching
@@ -208,7 +209,7 @@ class Trainer:
             shard=self.groups.shard if level else self.groups.alone,
             replicate=self.groups.replicate if level else self.groups.data,
             level=level,
-            stream=level >= 2 and plan.zero_gather == "per_pass",
+            stream=streams_gradients(plan),
             bucket_mb=plan.bucket_mb,
             grad_dtype=DTYPES[kinds.grad],
             reduce_dtype=DTYPES[kinds.reduce],
@@ -235,7 +236,7 @@ class Trainer:
             microbatches=batching(plan, self.setup.workload).microbatches,
             stages_per_rank=plan.stages_per_rank,
         )
-        stream = plan.zero >= 2 and plan.zero_gather == "per_pass"
+        stream = streams_gradients(plan)
         program = lower(order, gather=plan.zero_gather if plan.zero == 3 else "never", reduce_each=stream)
         self.interpreter: Interpreter[Tensor] = Interpreter(program.ranks[self.coord.pipeline], order.stages)
         wires = {Payload.ACTIVATION: self.groups.forward, Payload.GRADIENT: self.groups.backward}

@@ -1,19 +1,19 @@
-"""Each row of the ZeRO part of the table of plans against one process, and proof that broken sharding would be caught."""
+"""Each ZeRO row of the table of plans against one process, and proof that broken sharding would be caught."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import pytest
-from torch import Tensor
-
 from plans import Row, row
+from torch import Tensor
+from zero_plans import ZERO_TABLE
+
 from shardsmith.engine.parallel.data import Bucket
 from shardsmith.engine.parity.certificate import certify
 from shardsmith.engine.runtime.packing import Packing
 from shardsmith.engine.runtime.units import Unit
 from shardsmith.layout.check import check
-from zero_plans import ZERO_TABLE
 
 pytestmark = pytest.mark.ranks
 

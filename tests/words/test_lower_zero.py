@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_schedule_lower import legal_orders
 
 from shardsmith.engine.runtime.interpreter import Interpreter
 from shardsmith.schedule.ir import Action, Kind, Order
 from shardsmith.schedule.lower import Gather, Reduce, Reshard, Step, Unshard, lower
 from shardsmith.schedule.orders import build, names
 from shardsmith.schedule.rendezvous import rendezvous
-from test_schedule_lower import legal_orders
 
 GATHERS: tuple[Gather, ...] = ("never", "per_step", "per_pass")
 NEEDS_WEIGHTS = (Kind.F, Kind.B, Kind.I)

@@ -12,6 +12,7 @@ flush in that fixed order, never in order of arrival, so all ranks issue the sam
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +22,12 @@ from torch import Tensor, nn
 
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.packing import Packing, flat_like, rows_of
-from shardsmith.engine.runtime.units import Unit
+from shardsmith.engine.runtime.units import Unit, gather
 from shardsmith.layout.axes.data import buckets
 from shardsmith.units import MIB
+
+IN_FLIGHT = 2
+"""Reductions of one stage that may be under way at once, where each holds a buffer of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,7 @@ class Bucket:
         """Start the reduction of everything accumulated since the last flush."""
         self.flushed = True
         if self.settings.stream:
-            self._settle()
+            self.settle()
             pending, self._pending = self._pending, None
             if pending is None:
                 pending = self._buffer().zero_()
@@ -92,15 +96,21 @@ class Bucket:
             self._pending = self._buffer().zero_()
         self.packing.add(position, gradient, self._pending)
 
+    @property
+    def copies(self) -> bool:
+        """Whether a reduction works on a copy of the gradients, which lives until `settle`."""
+        kinds = self.settings
+        return kinds.stream or kinds.shard.size > 1 or kinds.reduce_dtype != kinds.grad_dtype
+
     def wait(self) -> None:
         """Return with this rank's rows summed over all data ranks."""
-        self._settle()
+        self.settle()
         if self.settings.shard.size > 1 or self.settings.stream:
             self._start_all_reduce()
             self._settle_all_reduce()
 
-    def _settle(self) -> None:
-        """Wait for the reduction in flight and take what it brought."""
+    def settle(self) -> None:
+        """Wait for the reduction in flight, if any, take what it brought and let its buffers go."""
         if self._work is None:
             return
         if self.settings.shard.size == 1 and not self.settings.stream:
@@ -172,6 +182,7 @@ class DataParallel:
             if names
         }
         self._armed = False
+        self._in_flight: deque[Bucket] = deque()
         if settings.level == 3:
             self.free_weights()
 
@@ -219,9 +230,7 @@ class DataParallel:
             return
         for unit in self.units.values():
             unit.whole = False
-            unit.start()
-        for unit in self.units.values():
-            unit.wait()
+        gather(list(self.units.values()))
 
     def free_weights(self) -> None:
         """Give up whole weights (level 3)."""
@@ -262,6 +271,10 @@ class DataParallel:
                 return
             if not bucket.flushed:
                 bucket.flush()
+                if bucket.copies:
+                    self._in_flight.append(bucket)
+            while len(self._in_flight) > IN_FLIGHT:
+                self._in_flight.popleft().settle()
 
 
 def _in_dtype(shard: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -63,6 +64,15 @@ class Unit:
         self.whole = False
 
 
+def gather(units: Sequence[Unit]) -> None:
+    """Make all `units` whole, one after another, with the next one always on its way: two buffers at most."""
+    for unit, following in zip_longest(units, units[1:]):
+        unit.start()
+        if following is not None:
+            following.start()
+        unit.wait()
+
+
 class Gate:
     """Lets blocks of a stage in and out, gathering their units; transparent unless it is `streaming`.
 
@@ -116,10 +126,7 @@ class Gate:
 
     def open_all(self) -> None:
         """Make all weights of the stage whole."""
-        for unit in self._units():
-            unit.start()
-        for unit in self._units():
-            unit.wait()
+        gather(self._units())
 
     def close_all(self) -> None:
         """Free all weights of the stage."""

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardsmith.engine.runtime.packing import Packing, flat_like, rows_of
+from shardsmith.engine.runtime.packing import Packing, flat_views, rows_of
 from shardsmith.layout.axes.data import chunk_elements, data_rows
 
 SHAPES = st.lists(
     st.one_of(st.tuples(st.integers(0, 9)), st.tuples(st.integers(0, 9), st.integers(1, 4))), min_size=1, max_size=5
 )
+CPU = torch.device("cpu")
 RANKS = st.integers(1, 5)
 
 
@@ -54,7 +55,7 @@ def test_a_ranks_part_is_its_rows_of_every_tensor(shapes: list[tuple[int, ...]],
         shards = [rows_of(t, ranks, rank) for t in tensors]
         packing.pack_shards(shards, mine.fill_(-1.0))
         assert torch.equal(mine, part)
-        _, written = flat_like(shards, torch.float64)
+        _, written = flat_views([tuple(t.shape) for t in shards], torch.float64, CPU)
         packing.write_shards(part, written)
         assert all(torch.equal(a, b) for a, b in zip(shards, written, strict=True))
         packing.add_shards(part, written)
@@ -107,11 +108,11 @@ def test_packing_casts_to_the_dtype_that_travels(dtype: torch.dtype) -> None:
     assert torch.equal(wide, tensor.to(dtype).float())
 
 
-def test_flat_like_lends_views_of_one_buffer() -> None:
-    flat, (a, b) = flat_like([torch.ones(2, 3), torch.ones(4)], torch.float32)
+def test_flat_views_are_one_buffer() -> None:
+    flat, (a, b) = flat_views([(2, 3), (4,)], torch.float32, CPU)
     assert flat.tolist() == [0.0] * 10
     b.fill_(2.0)
     a[1, 2] = 5.0
     assert flat.tolist() == [0, 0, 0, 0, 0, 5, 2, 2, 2, 2]
-    empty, none = flat_like([], torch.float32)
+    empty, none = flat_views([], torch.float32, CPU)
     assert (empty.numel(), none) == (0, [])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 from shardsmith.layout.axes.data import (
     UnitUse,
     data_collectives,
-    data_rows,
-    shard_ranks,
     weight_collectives,
 )
 from shardsmith.layout.axes.pipeline import has_tied_copies, pipeline_collectives, tied_collectives
@@ -17,16 +14,13 @@ from shardsmith.layout.axes.tensor import partial_gradients, tensor_collectives
 from shardsmith.layout.facts import CollectiveCount as CollectiveCount
 from shardsmith.layout.facts import merged
 from shardsmith.layout.facts import ring_bytes as ring_bytes
-from shardsmith.layout.shards import Held, stage_shards
+from shardsmith.layout.shards import TIED, Held, data_shard, stage_shards
 from shardsmith.plan.batch import batching
 from shardsmith.plan.mesh import Coord, mesh_of
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import stages
 from shardsmith.units import DTYPE_BYTES
-
-TIED = "embedding.weight"
-"""The tensor that a tied model uses at both ends."""
 
 
 def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
@@ -83,7 +77,4 @@ def _units(setup: Setup, held: Mapping[str, Held]) -> list[UnitUse]:
 
 def _partial_elements(setup: Setup, held: Sequence[Held], coord: Coord) -> int:
     """Elements of this rank's rows of all gradients that are still to be summed over the tensor axis."""
-    shards = shard_ranks(setup.plan)
-    at = coord.shard * setup.plan.context + coord.context if setup.plan.zero else 0
-    partial = [h.shard.shape for h in held if h.shard.partial_over_tensor]
-    return sum(data_rows(shape[0], shards, at)[1] * prod(shape[1:]) for shape in partial)
+    return sum(data_shard(h.shard, setup.plan, coord).numel for h in held if h.shard.partial_over_tensor)

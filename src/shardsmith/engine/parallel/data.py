@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardsmith.engine.runtime.group import Group
-from shardsmith.engine.runtime.packing import Packing, flat_like, rows_of
+from shardsmith.engine.runtime.packing import Packing, flat_views, rows_of
 from shardsmith.engine.runtime.units import Unit, gather
-from shardsmith.layout.axes.data import buckets
+from shardsmith.layout.axes.data import buckets, data_rows
 from shardsmith.units import MIB
 
 IN_FLIGHT = 2
@@ -58,15 +58,17 @@ class Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], settings: DataSettings) -> None:
         self.parameters, self.settings = list(parameters), settings
         ranks, index = settings.shard.size, settings.shard.index
-        self.packing = Packing(shapes=tuple(tuple(p.shape) for p in parameters), ranks=ranks)
+        shapes, device = [tuple(p.shape) for p in parameters], self.parameters[0].device
+        self.packing = Packing(shapes=tuple(shapes), ranks=ranks)
         self.waiting, self.flushed = 0, False
         self._pending: Tensor | None = None
         self._work: tuple[dist.Work | None, Tensor] | None = None
         if settings.stream:
             self.kept: list[Tensor] = []
-            self.flat, self.shards = flat_like([rows_of(p, ranks, index) for p in parameters], settings.grad_dtype)
+            shapes = [(data_rows(shape[0], ranks, index)[1], *shape[1:]) for shape in shapes]
+            self.flat, self.shards = flat_views(shapes, settings.grad_dtype, device)
         else:
-            self.flat, self.kept = flat_like(parameters, settings.grad_dtype)
+            self.flat, self.kept = flat_views(shapes, settings.grad_dtype, device)
             self.shards = [rows_of(g, ranks, index) for g in self.kept]
 
     def zero(self) -> None:
@@ -156,18 +158,23 @@ class DataParallel:
 
     `owned` maps names to what the optimiser updates: this rank's rows in the optimiser's dtype, which are the
     parameters themselves (or views of their rows) wherever dtypes agree. `offsets` are the first rows of those.
+    At level 3 the parameters come without storage, and `drawn` are this rank's rows of them.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], places: Mapping[str, Sequence[str]], settings: DataSettings
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        places: Mapping[str, Sequence[str]],
+        settings: DataSettings,
+        drawn: Mapping[str, Tensor],
     ) -> None:
         self.parameters, self.settings = dict(parameters), settings
         ranks, index = settings.shard.size, settings.shard.index
-        rows = {name: rows_of(p.data, ranks, index) for name, p in self.parameters.items()}
-        self.offsets = {name: min(index * -(-p.shape[0] // ranks), p.shape[0]) for name, p in self.parameters.items()}
         if settings.level == 3:
-            # Copies, since the whole tensors are given up.
-            rows = {name: shard.clone() for name, shard in rows.items()}
+            rows = {name: drawn[name] for name in self.parameters}
+        else:
+            rows = {name: rows_of(p.data, ranks, index) for name, p in self.parameters.items()}
+        self.offsets = {name: data_rows(p.shape[0], ranks, index)[0] for name, p in self.parameters.items()}
         self.stored = rows
         self.owned = {name: nn.Parameter(_in_dtype(shard, settings.optimizer_dtype)) for name, shard in rows.items()}
         self.buckets = self._make_buckets()

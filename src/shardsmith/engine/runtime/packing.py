@@ -15,6 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from shardsmith.layout.axes.data import data_rows
+
 Shape = tuple[int, ...]
 
 
@@ -94,14 +96,12 @@ class Packing:
 
 def rows_of(tensor: Tensor, ranks: int, index: int) -> Tensor:
     """Rank `index`'s rows of a full tensor (a view); empty where the rows do not reach that far."""
-    each = -(-tensor.shape[0] // ranks)
-    first = min(index * each, tensor.shape[0])
-    return tensor[first : min(first + each, tensor.shape[0])]
+    first, rows = data_rows(tensor.shape[0], ranks, index)
+    return tensor[first : first + rows]
 
 
-def flat_like(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """A zeroed flat buffer and views of it in the shapes of `tensors`."""
-    device = tensors[0].device if tensors else None
-    flat = torch.zeros(sum(t.numel() for t in tensors), dtype=dtype, device=device)
-    parts = flat.split([t.numel() for t in tensors]) if tensors else ()
-    return flat, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+def flat_views(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A zeroed flat buffer and views of it in `shapes`, one after another."""
+    sizes = [prod(shape) for shape in shapes]
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    return flat, [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

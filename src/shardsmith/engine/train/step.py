@@ -27,7 +27,7 @@ from shardsmith.engine.train.scaler import LossScaler
 from shardsmith.engine.train.stage_work import StageWork
 from shardsmith.layout.axes.data import streams_gradients
 from shardsmith.layout.facts import Shard
-from shardsmith.layout.shards import shard, stage_weights
+from shardsmith.layout.shards import data_shard, shard, stage_weights
 from shardsmith.plan.batch import batching
 from shardsmith.plan.mesh import data_index, mesh_of
 from shardsmith.plan.precision import precision
@@ -91,6 +91,7 @@ class Trainer:
         self.groups: Groups = make_groups(mesh, rank, self.recorder, ends=ends, timeout_s=timeout_s)
         self.weights: dict[str, Weight] = {}
         self.shards: dict[str, Shard] = {}
+        self._drawn: dict[str, Tensor] = {}
         self.stages: dict[int, Stage] = {
             stage.index: self._build(stage.index, stage_weights(setup, stage), seed)
             for stage in self._every
@@ -170,7 +171,9 @@ class Trainer:
         shards = {w.name: shard(w, plan, model, self.coord) for w in weights}
         with torch.device("meta"):
             module = Stage(model, self._every[index])
-        materialise(module, weights, shards, seed=seed, dtype=self.dtype, device=self.device)
+        # At level 3 no rank ever holds more of the model than its rows and what is gathered around its use.
+        kept = {n: data_shard(s, plan, self.coord) for n, s in shards.items()} if plan.zero == 3 else None
+        self._drawn |= materialise(module, weights, shards, seed=seed, dtype=self.dtype, device=self.device, kept=kept)
         tensor_axis.attach(module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel)
         self.weights.update({w.name: w for w in weights})
         self.shards.update(shards)
@@ -194,13 +197,14 @@ class Trainer:
         settings = self._data_settings()
         self.data: dict[int, DataParallel] = {}
         # The gradient of a tied embedding stays whole until both its stages have finished.
-        self.tied_data = DataParallel(tied, {"tied": list(tied)}, replace(settings, stream=False))
+        self.tied_data = DataParallel(tied, {"tied": list(tied)}, replace(settings, stream=False), self._drawn)
         for index, stage in self.stages.items():
             own = {name: p for name, p in stage.named_parameters() if name not in tied}
             places = {place: [n for n in names if n in own] for place, names in _places(own).items()}
-            self.data[index] = data = DataParallel(own, places, settings)
+            self.data[index] = data = DataParallel(own, places, settings, self._drawn)
             if plan.zero == 3:
                 stage.gate = Gate(self._units(stage, data), streaming=plan.zero_gather == "per_pass")
+        self._drawn.clear()
 
     def _data_settings(self) -> DataSettings:
         plan, kinds = self.setup.plan, precision(self.setup.plan, self.setup.workload)

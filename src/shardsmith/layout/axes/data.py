@@ -58,6 +58,14 @@ class States:
         """Bytes of all kinds."""
         return self.weights + self.gradients + self.optimizer
 
+    def __add__(self, other: States) -> States:
+        """Both together, kind by kind."""
+        return States(
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+        )
+
 
 def shard_ranks(plan: Plan) -> int:
     """Over how many ranks ZeRO spreads states: data.shard x context; nobody at level 0."""
@@ -69,12 +77,13 @@ def streams_gradients(plan: Plan) -> bool:
     return plan.zero >= 2 and plan.zero_gather == "per_pass"
 
 
-def states(setup: Setup, parameters: int, moments: int = 2, kept: int | None = None) -> States:
+def states(setup: Setup, parameters: int, moments: int = 2, kept: int | None = None, *, streams: bool = True) -> States:
     """Bytes of weights, gradients and optimiser state of a rank that owns `parameters` before ZeRO.
 
     AdamW keeps two `moments` of each parameter, and any optimiser a master copy where weights are narrower
     than its dtype: 16 bytes a parameter in float32, 18 with bfloat16 weights and float32 gradients. `kept` is
-    the exact number of elements in this rank's rows, where the tensors are known.
+    the exact number of elements in this rank's rows, where the tensors are known. `streams` is off for a tied
+    embedding that waits for both its stages: its gradient stays whole at every level.
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
     if kept is None:
@@ -82,7 +91,7 @@ def states(setup: Setup, parameters: int, moments: int = 2, kept: int | None = N
     copies = moments + kinds.master
     return States(
         weights=(kept if plan.zero == 3 else parameters) * DTYPE_BYTES[kinds.param],
-        gradients=(kept if streams_gradients(plan) else parameters) * DTYPE_BYTES[kinds.grad],
+        gradients=(kept if streams and streams_gradients(plan) else parameters) * DTYPE_BYTES[kinds.grad],
         optimizer=kept * DTYPE_BYTES[kinds.optimizer] * copies,
     )
 

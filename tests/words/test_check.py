@@ -140,7 +140,7 @@ def test_sequences_longer_than_the_positions() -> None:
         ("data=0,tensor=-1,microbatches=0", ["B203", "B203", "B203"]),
         ("order=tensor-data", ["H401"]),
         ("order=tensor-data-data-pipeline", ["H401"]),
-        ("data=4,replicate=3", ["D101", "X101"]),
+        ("data=4,replicate=3", ["D101"]),
         ("bucket_mb=0", ["D102"]),
         ("schedule=one_f_one_bee", ["S001"]),
         ("schedule=zb_v,pipeline=2", ["X102"]),
@@ -158,17 +158,14 @@ def test_each_rule_has_its_code(line: str, expected: list[str]) -> None:
 def test_everything_wrong_comes_at_once() -> None:
     line = "tensor=3,pipeline=5,data=7,zero=1,context=2,order=x"
     found = setup(line, model="tiny-gpt", cluster="h100", global_batch=256, seq_len=300, dtype="bfloat16")
-    assert codes(found) == ["B201", "B204", "H401", "H402", "P301", "T203", "T204", "T205", "X101", "X101", "X101"]
+    assert codes(found) == ["B201", "B204", "H401", "H402", "P301", "T203", "T204", "T205", "X101"]
 
 
 OTHER_VALUES = {
-    "replicate": "2,data=2",
     "context": "2",
     "ulysses": "2",
     "expert": "2",
     "expert_tensor": "2",
-    "zero": "1,data=2",
-    "zero_gather": "per_step",
     "replicate_kv": "true",
     "recompute": "full",
     "overlap": "chunks",
@@ -186,9 +183,11 @@ def test_what_is_not_built_is_refused_for_a_run_and_a_warning_for_a_thought(key:
     assert f"{key} = " in fault.values[0][1]
 
 
-def test_dtypes_that_are_not_built() -> None:
-    assert codes(setup(dtype="bfloat16")) == ["X101"]
-    assert codes(setup("reduce_dtype=bfloat16,grad_dtype=float64")) == ["X101", "X101"]
+def test_dtypes_that_waste_or_lose_what_they_hold() -> None:
+    assert codes(setup(dtype="bfloat16")) == []
+    assert codes(setup("reduce_dtype=bfloat16,grad_dtype=float64,optimizer_dtype=bfloat16", dtype="bfloat16")) == []
+    assert codes(setup("param_dtype=bfloat16")) == ["D104"]
+    assert codes(setup("optimizer_dtype=bfloat16")) == ["D105"]
     assert codes(setup("reduce_dtype=float64,param_dtype=float64", dtype="float64")) == []
 
 

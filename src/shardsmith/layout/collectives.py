@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from shardsmith.layout.axes.data import data_collectives
+from collections.abc import Mapping, Sequence
+
+from shardsmith.layout.axes.data import (
+    UnitUse,
+    data_collectives,
+    weight_collectives,
+)
 from shardsmith.layout.axes.pipeline import has_tied_copies, pipeline_collectives, tied_collectives
 from shardsmith.layout.axes.tensor import partial_gradients, tensor_collectives
 from shardsmith.layout.facts import CollectiveCount as CollectiveCount
 from shardsmith.layout.facts import merged
 from shardsmith.layout.facts import ring_bytes as ring_bytes
-from shardsmith.layout.shards import stage_shards
-from shardsmith.plan.mesh import mesh_of
+from shardsmith.layout.shards import TIED, Held, data_shard, stage_shards
+from shardsmith.plan.batch import batching
+from shardsmith.plan.mesh import Coord, mesh_of
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import stages
@@ -24,23 +31,30 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
     coord, every = mesh_of(plan).coord(rank), stages(plan, setup.model)
-    found, shards = [], []
-    tied: dict[str, int] = {}  # in a bucket of its own, as its gradient is complete only when both stages are
+    passes = batching(plan, setup.workload).microbatches
+    found: list[CollectiveCount] = []
+    held: dict[str, Held] = {}
+    units: list[UnitUse] = []
+    tied: dict[str, Held] = {}  # in a bucket of its own, as its gradient is complete only when both stages are
+    tied_uses = 0
     for stage in every:
         if stage.rank != coord.pipeline:
             continue
-        held = stage_shards(setup, stage, coord)
-        sizes = [(h.weight.name, h.shard.numel * DTYPE_BYTES[kinds.reduce]) for h in held]
+        here = {h.weight.name: h for h in stage_shards(setup, stage, coord)}
         found += tensor_collectives(setup, stage)
-        shards += [h.shard for h in held]
-        if has_tied_copies(setup, every):
-            tied |= {name: size for name, size in sizes if name == "embedding.weight"}
-        found += data_collectives(setup, [pair for pair in sizes if pair[0] not in tied])
-    found += data_collectives(setup, list(tied.items()))
-    found += partial_gradients(setup, shards)
+        if has_tied_copies(setup, every) and TIED in here:
+            tied[TIED] = here.pop(TIED)
+            tied_uses += stage.embedding + 2 * stage.head
+        found += data_collectives(setup, _shapes(here), passes)
+        units += _units(setup, here)
+        held |= here
+    found += data_collectives(setup, _shapes(tied), passes, streams=False)
+    units += [UnitUse(shapes=tuple(shape for _, shape in _shapes(tied)), per_microbatch=tied_uses)] if tied else []
+    found += weight_collectives(setup, units, passes)
+    found += partial_gradients(setup, _partial_elements(setup, [*held.values(), *tied.values()], coord))
     found += pipeline_collectives(setup, every, coord.pipeline)
     # The copies are summed as they were accumulated, before anything is reduced over data ranks.
-    summed = sum(tied.values()) // DTYPE_BYTES[kinds.reduce] * DTYPE_BYTES[kinds.grad]
+    summed = sum(h.shard.numel for h in tied.values()) * DTYPE_BYTES[kinds.grad]
     found += tied_collectives(setup, every, coord.pipeline, summed)
     found += control_collectives(setup, head=every[-1].rank == coord.pipeline)
     return merged(found)
@@ -60,3 +74,24 @@ def control_collectives(setup: Setup, *, head: bool) -> list[CollectiveCount]:
     if setup.plan.world > 1:
         found.append(CollectiveCount(axis="data", kind="all_reduce", purpose="step_summary", count=1, bytes=3 * wide))
     return found
+
+
+def _shapes(held: Mapping[str, Held]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, h.shard.shape) for name, h in held.items()]
+
+
+def _units(setup: Setup, held: Mapping[str, Held]) -> list[UnitUse]:
+    """The units of one stage: embedding, each layer, head. A tied table of the same stage serves the head, too."""
+    by_place: dict[str, list[tuple[int, ...]]] = {}
+    for h in held.values():
+        outside = "embedding" if h.weight.role in ("embedding", "position") else "head"
+        place = outside if h.weight.layer is None else str(h.weight.layer)
+        by_place.setdefault(place, []).append(h.shard.shape)
+    both_ends = setup.model.tied and {"embedding", "head"} <= by_place.keys() and TIED in held
+    uses = {"embedding": 3 if both_ends else 1}
+    return [UnitUse(shapes=tuple(shapes), per_microbatch=uses.get(place, 2)) for place, shapes in by_place.items()]
+
+
+def _partial_elements(setup: Setup, held: Sequence[Held], coord: Coord) -> int:
+    """Elements of this rank's rows of all gradients that are still to be summed over the tensor axis."""
+    return sum(data_shard(h.shard, setup.plan, coord).numel for h in held if h.shard.partial_over_tensor)

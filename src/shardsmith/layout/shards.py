@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from shardsmith.layout.axes.data import States, states
+from shardsmith.layout.axes.data import States, data_rows, shard_ranks, states
+from shardsmith.layout.axes.pipeline import has_tied_copies
 from shardsmith.layout.axes.tensor import tensor_shard
 from shardsmith.layout.facts import Shard as Shard
 from shardsmith.plan.mesh import Coord, mesh_of
@@ -12,6 +14,9 @@ from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage, stages
 from shardsmith.specs.model import ModelSpec, Weight, weights
+
+TIED = "embedding.weight"
+"""The tensor that a tied model uses at both ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,13 @@ def shard(weight: Weight, plan: Plan, model: ModelSpec, coord: Coord) -> Shard:
     for role, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
         assert weight.role != role or heads % plan.tensor == 0, f"{weight.name} would split heads over tensor ranks"
     return tensor_shard(weight, plan.tensor, coord.tensor, plan.sequence_parallel)
+
+
+def data_shard(found: Shard, plan: Plan, coord: Coord) -> Shard:
+    """The rows of the tensor-local part `found` that the rank at `coord` keeps under ZeRO; at level 0 all of them."""
+    index = coord.shard * plan.context + coord.context if plan.zero else 0
+    first, rows = data_rows(found.shape[0], shard_ranks(plan), index)
+    return replace(found, offsets=(found.offsets[0] + first, *found.offsets[1:]), shape=(rows, *found.shape[1:]))
 
 
 def stage_weights(setup: Setup, stage: Stage) -> tuple[Weight, ...]:
@@ -75,10 +87,27 @@ def stage_shards(setup: Setup, stage: Stage, coord: Coord) -> tuple[Held, ...]:
 
 
 def stage_states(setup: Setup) -> tuple[StageStates, ...]:
-    """Bytes of weights, gradients and AdamW state of each stage, on its fullest tensor rank (the first)."""
+    """Bytes of weights, gradients and AdamW state of each stage, on its fullest rank (the first)."""
     found = []
     for stage in stages(setup.plan, setup.model):
         coord = Coord(pipeline=stage.rank, replicate=0, shard=0, context=0, tensor=0)
-        parameters = sum(held.shard.numel for held in stage_shards(setup, stage, coord))
-        found.append(StageStates(stage=stage.index, pipeline_rank=stage.rank, states=states(setup, parameters)))
+        here = _states(setup, stage_shards(setup, stage, coord), coord, moments=2)
+        found.append(StageStates(stage=stage.index, pipeline_rank=stage.rank, states=here))
     return tuple(found)
+
+
+def rank_states(setup: Setup, rank: int, *, moments: int = 2) -> States:
+    """Bytes that global `rank` keeps between steps, exactly; `moments` as in `states` (AdamW: 2)."""
+    return _states(setup, local_shards(setup, rank), mesh_of(setup.plan).coord(rank), moments)
+
+
+def _states(setup: Setup, held: Sequence[Held], coord: Coord, moments: int) -> States:
+    """States of tensors on one rank; a tensor that two stages of the rank share stands there once."""
+    tied = {TIED} if has_tied_copies(setup, stages(setup.plan, setup.model)) else set()
+    by_name = {h.weight.name: h.shard for h in held}
+    total = States(weights=0, gradients=0, optimizer=0)
+    for streams in (True, False):
+        found = [shard for name, shard in by_name.items() if (name in tied) is not streams]
+        kept = sum(data_shard(shard, setup.plan, coord).numel for shard in found)
+        total += states(setup, sum(shard.numel for shard in found), moments, kept, streams=streams)
+    return total

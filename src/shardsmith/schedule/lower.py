@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardsmith.schedule.ir import Action, Kind, Order
 from shardsmith.schedule.play import play
@@ -58,12 +58,27 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce:
-    """The gradients of all weights of `stage` are complete: the rank has done its last B or W of it."""
+    """Reduce the gradients of `stage`: the rank has done its last B or W of it, of the step or of a microbatch."""
 
     stage: int
 
 
-Step = Action | Exchange | Reduce
+@dataclass(frozen=True, kw_only=True)
+class Unshard:
+    """Make the sharded weights of `stage` whole: all now (per step), or one layer ahead of its use (per pass)."""
+
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshard:
+    """Keep only this rank's part of the weights of `stage` again."""
+
+    stage: int
+
+
+Gather = Literal["never", "per_step", "per_pass"]
+Step = Action | Exchange | Reduce | Unshard | Reshard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +101,13 @@ def transfer_of(action: Action, placement: tuple[int, ...]) -> Transfer | None:
     return Transfer(payload, action.stage, action.microbatch, placement[action.stage], placement[to])
 
 
-def lower(order: Order) -> Program:
-    """Add communication to a legal `order`: batches of transfers, and a Reduce per stage.
+def lower(order: Order, *, gather: Gather = "never", reduce_each: bool = False) -> Program:
+    """Add communication to a legal `order`: batches of transfers, reductions, and gathers of sharded weights.
 
     Between two compute actions a rank has at most one Exchange. Reduce(stage) stands directly behind
-    the last B or W of that stage.
+    the last B or W of that stage, or behind each of them (`reduce_each`). With `gather` "per_step" a
+    stage's weights are whole from its first to its last F, B or I, with "per_pass" during each of them;
+    W needs no weights.
     """
     played = play(order)
     starts = [[played.start[a] for a in actions] for actions in order.ranks]
@@ -103,17 +120,34 @@ def lower(order: Order) -> Program:
         if transfer is not None:
             for rank, side in ((transfer.source, 0), (transfer.target, 1)):
                 gaps[rank][bisect_left(starts[rank], played.end[action])][side].append(transfer)
-    return Program(order=order, ranks=tuple(_weave(a, g) for a, g in zip(order.ranks, gaps, strict=True)))
+    return Program(
+        order=order, ranks=tuple(_weave(a, g, gather, reduce_each) for a, g in zip(order.ranks, gaps, strict=True))
+    )
 
 
-def _weave(actions: tuple[Action, ...], gaps: list[tuple[list[Transfer], list[Transfer]]]) -> tuple[Step, ...]:
-    last = {action.stage: i for i, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
+def _weave(
+    actions: tuple[Action, ...],
+    gaps: list[tuple[list[Transfer], list[Transfer]]],
+    gather: Gather,
+    reduce_each: bool,
+) -> tuple[Step, ...]:
+    backward = [i for i, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)]
+    reduced = set(backward) if reduce_each else {actions[i].stage: i for i in backward}.values()
+    users = [i for i, action in enumerate(actions) if action.kind is not Kind.W]
+    first = {actions[i].stage: i for i in reversed(users)}
+    last = {actions[i].stage: i for i in users}
+    unsharded = {"never": [], "per_step": first.values(), "per_pass": users}[gather]
+    resharded = {"never": [], "per_step": last.values(), "per_pass": users}[gather]
     steps: list[Step] = []
     for i, (sends, receives) in enumerate(gaps):
         if i > 0:
             action = actions[i - 1]
+            if i - 1 in unsharded:
+                steps.append(Unshard(stage=action.stage))
             steps.append(action)
-            if last.get(action.stage) == i - 1:
+            if i - 1 in resharded:
+                steps.append(Reshard(stage=action.stage))
+            if i - 1 in reduced:
                 steps.append(Reduce(stage=action.stage))
         if sends or receives:
             steps.append(Exchange(sends=tuple(sends), receives=tuple(receives)))

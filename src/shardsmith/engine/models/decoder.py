@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardsmith.engine.models.rope import inverse_frequencies, rotate, rotations
 from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
+from shardsmith.engine.runtime.units import OPEN_GATE
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
 from shardsmith.plan.stages import Stage as StageSpec
 from shardsmith.specs.model import ModelSpec
@@ -108,6 +109,7 @@ class Stage(nn.Module):
         self.spec, self.stage = spec, stage
         self.queue = WeightQueue()
         self.embedding_seam = self.head_seam = OPEN
+        self.gate = OPEN_GATE
         if stage.embedding or (stage.head and spec.tied):
             self.embedding = Table(spec.vocab, spec.hidden)
         if stage.embedding and spec.positions == "learned":
@@ -135,14 +137,18 @@ class Stage(nn.Module):
         blocks and stages hold this rank's part of S; logits always hold all of S.
         """
         if self.stage.embedding:
-            x = self._embed(x, positions_SB)
+            with self.gate.forward_only("embedding"):
+                x = self._embed(x, positions_SB)
         rotation = None
         if self.inverse is not None and self.stage.layers:
             rotation = rotations(positions_SB, self.inverse.to(positions_SB.device), x.dtype)
-        for block in self.blocks():
-            x = block(x, rotation)
+        for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
+            x = self.gate.enter(str(layer), x)
+            x = self.gate.leave(str(layer), block(x, rotation))
         if self.stage.head:
-            (x,) = linear(self.final_norm(x), [self.head_table], self.head_seam, self.queue)  # type: ignore[list-item]
+            x = self.final_norm(self.gate.enter("head", x))
+            (x,) = linear(x, [self.head_table], self.head_seam, self.queue)  # type: ignore[list-item]
+            x = self.gate.leave("head", x)
         return x
 
     def loss_sum(self, logits_SBV: Tensor, labels_SB: Tensor) -> Tensor:

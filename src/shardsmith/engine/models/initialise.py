@@ -57,20 +57,29 @@ def materialise(
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> None:
+    kept: Mapping[str, Shard] | None = None,
+) -> dict[str, Tensor]:
     """Replace every parameter of `module` (built full size on meta) by this rank's initial shard.
 
     The module's parameters must be exactly `weights`: names and full shapes are compared first, the
-    shapes of the shards that were made afterwards.
+    shapes of the shards that were made afterwards. With `kept`, parameters have their shapes but no
+    storage, and what is drawn is returned: of each tensor only the part that `kept` names.
     """
+    drawn = {}
     expected = {w.name: w.shape for w in weights}
     found = {name: tuple(p.shape) for name, p in module.named_parameters()}
     assert found == expected, f"module and weights() disagree: {sorted(set(found.items()) ^ set(expected.items()))}"
     for weight in weights:
-        local = initial_shard(weight, shards[weight.name], seed).to(device=device, dtype=dtype)
+        if kept is None:
+            local = initial_shard(weight, shards[weight.name], seed).to(device=device, dtype=dtype)
+        else:
+            drawn[weight.name] = initial_shard(weight, kept[weight.name], seed).to(device=device, dtype=dtype)
+            local = torch.empty(shards[weight.name].shape, device=device, dtype=dtype)
+            local.untyped_storage().resize_(0)
         assert tuple(local.shape) == shards[weight.name].shape, f"{weight.name}: shard is not as planned"
         owner, _, attribute = weight.name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, nn.Parameter(local))
+    return drawn
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

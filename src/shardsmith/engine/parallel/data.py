@@ -1,108 +1,289 @@
-"""The data axis at level 0: gradients live in buckets that are all-reduced while backward goes on.
+"""The data axis: gradients are reduced while backward goes on, and ZeRO keeps one part of the states per rank.
 
-Buckets are filled in reverse order of the parameters (the order in which backward reaches them) and are
-flushed in that fixed order, never in order of arrival, so all ranks issue the same collectives. The loss
-is already divided by the tokens of the whole step: reductions are plain sums.
+All levels are one path (Rajbhandari et al. 2020). Every parameter is cut by rows over the *shard* group, which
+is this rank alone at level 0; a reduction is a reduce-scatter over the shard group, then an all-reduce over the
+*replicate* group, which at level 0 is the whole data axis. From level 1 the optimiser works on this rank's
+rows; from level 2 gradients exist whole only inside a bucket; at level 3 weights are whole only around their use
+(`runtime/units.py`). The loss is already divided by the tokens of the whole step: reductions are plain sums.
+
+Buckets only group communication. They fill in reverse order of the parameters, as backward reaches them, and
+flush in that fixed order, never in order of arrival, so all ranks issue the same collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardsmith.engine.runtime.group import Group
-from shardsmith.layout.axes.data import buckets
+from shardsmith.engine.runtime.packing import Packing, flat_views, rows_of
+from shardsmith.engine.runtime.units import Unit, gather
+from shardsmith.layout.axes.data import buckets, data_rows
 from shardsmith.units import MIB
 
-
-@dataclass(eq=False)
-class Bucket:
-    """Parameters whose gradients are views of one flat buffer, reduced by one collective."""
-
-    flat: Tensor
-    parameters: list[nn.Parameter]
-    waiting: int = 0
-    work: dist.Work | None = None
-    flushed: bool = False
+IN_FLIGHT = 2
+"""Reductions of one stage that may be under way at once, where each holds a buffer of its own."""
 
 
-@dataclass(eq=False)
-class StageGradients:
-    """Gradient buffers of one stage and their reduction over the data ranks.
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """How the data axis of a run works: groups, level, bucket size and dtypes.
 
-    `arm` says that the backward pass to come is the stage's last of the step: from then on a bucket is
-    reduced as soon as it and all before it are complete. `finish` flushes what is left, `wait` ends it.
+    `stream` reduces every microbatch as soon as it is done (levels 2 and 3 unless weights are gathered once
+    per step); otherwise whole gradients are kept until the step's last.
     """
 
-    parameters: Sequence[tuple[str, nn.Parameter]]
-    group: Group
+    shard: Group
+    replicate: Group
+    level: int
+    stream: bool
     bucket_mb: float
-    dtype: torch.dtype
-    buckets: list[Bucket] = field(init=False)
-    armed: bool = field(default=False, init=False)
+    grad_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    optimizer_dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        by_name = dict(self.parameters)
-        sizes = [(name, p.numel() * self.dtype.itemsize) for name, p in self.parameters]
-        self.buckets = [
-            _bucket([by_name[name] for name in names], self.dtype) for names in buckets(sizes, self.bucket_mb * MIB)
-        ]
-        self._bucket_of = {id(p): b for b in self.buckets for p in b.parameters}
-        for _, parameter in self.parameters:
-            if parameter.numel() == 0:
-                parameter.grad = torch.zeros_like(parameter)
-                continue
-            parameter.register_post_accumulate_grad_hook(self._ready)
+
+class Bucket:
+    """Parameters whose gradients are reduced by one collective.
+
+    `kept` are whole gradients in one flat buffer, unless the bucket streams; `shards` are this rank's rows,
+    complete once the reduction has been waited for.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], settings: DataSettings) -> None:
+        self.parameters, self.settings = list(parameters), settings
+        ranks, index = settings.shard.size, settings.shard.index
+        shapes, device = [tuple(p.shape) for p in parameters], self.parameters[0].device
+        self.packing = Packing(shapes=tuple(shapes), ranks=ranks)
+        self.waiting, self.flushed = 0, False
+        self._pending: Tensor | None = None
+        self._work: tuple[dist.Work | None, Tensor] | None = None
+        if settings.stream:
+            self.kept: list[Tensor] = []
+            shapes = [(data_rows(shape[0], ranks, index)[1], *shape[1:]) for shape in shapes]
+            self.flat, self.shards = flat_views(shapes, settings.grad_dtype, device)
+        else:
+            self.flat, self.kept = flat_views(shapes, settings.grad_dtype, device)
+            self.shards = [rows_of(g, ranks, index) for g in self.kept]
 
     def zero(self) -> None:
-        """Start a step: all gradients 0, nothing in flight."""
+        """Start a step."""
+        self.flat.zero_()
+        self.flushed = False
+
+    def flush(self) -> None:
+        """Start the reduction of everything accumulated since the last flush."""
+        self.flushed = True
+        if self.settings.stream:
+            self.settle()
+            pending, self._pending = self._pending, None
+            if pending is None:
+                pending = self._buffer().zero_()
+            self._work = self.settings.shard.reduce_scatter_async(pending, "gradients")
+        elif self.settings.shard.size > 1:
+            packed = self._buffer()
+            self.packing.pack(self.kept, packed)
+            self._work = self.settings.shard.reduce_scatter_async(packed, "gradients")
+        else:
+            self._start_all_reduce()
+
+    def take(self, position: int, gradient: Tensor) -> None:
+        """Add one parameter's whole gradient to what is pending (streaming buckets only)."""
+        if self._pending is None:
+            self._pending = self._buffer().zero_()
+        self.packing.add(position, gradient, self._pending)
+
+    @property
+    def copies(self) -> bool:
+        """Whether a reduction works on a copy of the gradients, which lives until `settle`."""
+        kinds = self.settings
+        return kinds.stream or kinds.shard.size > 1 or kinds.reduce_dtype != kinds.grad_dtype
+
+    def wait(self) -> None:
+        """Return with this rank's rows summed over all data ranks."""
+        self.settle()
+        if self.settings.shard.size > 1 or self.settings.stream:
+            self._start_all_reduce()
+            self._settle_all_reduce()
+
+    def settle(self) -> None:
+        """Wait for the reduction in flight, if any, take what it brought and let its buffers go."""
+        if self._work is None:
+            return
+        if self.settings.shard.size == 1 and not self.settings.stream:
+            self._settle_all_reduce()
+            return
+        (work, out), self._work = self._work, None
+        if work is not None:
+            work.wait()
+        if self.settings.stream:
+            self.packing.add_shards(out, self.shards)
+        else:
+            self.packing.write_shards(out, self.shards)
+
+    def _start_all_reduce(self) -> None:
+        """Sum this rank's rows over the replicas; in place where they lie together in the reduction's dtype."""
+        group = self.settings.replicate
+        if group.size == 1:
+            return
+        together = self.settings.stream or self.settings.shard.size == 1
+        if together and self.flat.dtype == self.settings.reduce_dtype:
+            payload = self.flat
+        else:
+            payload = torch.cat([s.reshape(-1) for s in self.shards]).to(self.settings.reduce_dtype)
+        self._work = (group.all_reduce_async(payload, "gradients"), payload)
+
+    def _settle_all_reduce(self) -> None:
+        if self._work is None:
+            return
+        (work, payload), self._work = self._work, None
+        if work is not None:
+            work.wait()
+        if payload is not self.flat:
+            for shard, part in zip(self.shards, payload.split([s.numel() for s in self.shards]), strict=True):
+                shard.copy_(part.view(shard.shape))
+
+    def _buffer(self) -> Tensor:
+        size = self.settings.shard.size * self.packing.chunk
+        return torch.empty(size, dtype=self.settings.reduce_dtype, device=self.flat.device)
+
+
+class DataParallel:
+    """Gradients, shards and optimiser parameters of one stage.
+
+    `owned` maps names to what the optimiser updates: this rank's rows in the optimiser's dtype, which are the
+    parameters themselves (or views of their rows) wherever dtypes agree. `offsets` are the first rows of those.
+    At level 3 the parameters come without storage, and `drawn` are this rank's rows of them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        places: Mapping[str, Sequence[str]],
+        settings: DataSettings,
+        drawn: Mapping[str, Tensor],
+    ) -> None:
+        self.parameters, self.settings = dict(parameters), settings
+        ranks, index = settings.shard.size, settings.shard.index
+        if settings.level == 3:
+            rows = {name: drawn[name] for name in self.parameters}
+        else:
+            rows = {name: rows_of(p.data, ranks, index) for name, p in self.parameters.items()}
+        self.offsets = {name: data_rows(p.shape[0], ranks, index)[0] for name, p in self.parameters.items()}
+        self.stored = rows
+        self.owned = {name: nn.Parameter(_in_dtype(shard, settings.optimizer_dtype)) for name, shard in rows.items()}
+        self.buckets = self._make_buckets()
+        self.shard_gradients = {
+            self._names[id(p)]: shard
+            for bucket in self.buckets
+            for p, shard in zip(bucket.parameters, bucket.shards, strict=True)
+        }
+        self.units = {
+            place: Unit([self.parameters[n] for n in names], [rows[n] for n in names], settings.shard)
+            for place, names in places.items()
+            if names
+        }
+        self._armed = False
+        self._in_flight: deque[Bucket] = deque()
+        if settings.level == 3:
+            self.free_weights()
+
+    def begin(self) -> None:
+        """Start a step: all gradients 0."""
         for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.flushed, bucket.work = False, None
-        self.armed = False
+            bucket.zero()
+            for parameter, gradient in zip(bucket.parameters, bucket.kept, strict=False):
+                parameter.grad = gradient if gradient.dtype == parameter.dtype else None
+        self._armed = False
 
     def arm(self) -> None:
-        """Let the backward pass to come launch the reductions."""
-        self.armed = True
+        """Let the backward pass to come launch the reductions of buckets as they become complete."""
+        self._armed = True
         for bucket in self.buckets:
-            bucket.waiting = len(bucket.parameters)
+            bucket.waiting, bucket.flushed = len(bucket.parameters), False
 
     def finish(self) -> None:
         """Flush every bucket that backward did not (a parameter without gradient counts as zero)."""
+        if not self._armed:
+            for bucket in self.buckets:
+                bucket.flushed = False
         for bucket in self.buckets:
             bucket.waiting = 0
         self._flush()
-        self.armed = False
+        self._armed = False
 
     def wait(self) -> None:
-        """Return when all reductions are done."""
+        """Return when this rank's rows of all gradients are complete."""
         for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            bucket.wait()
+
+    def hand_over(self) -> None:
+        """Give the optimiser its gradients, in its own dtype."""
+        for name, parameter in self.owned.items():
+            gradient = self.shard_gradients.get(name)
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)
+
+    def publish(self) -> None:
+        """After the optimiser: bring the updated rows into the weights of all ranks."""
+        for name, shard in self.stored.items():
+            if shard.dtype != self.owned[name].dtype:
+                shard.copy_(self.owned[name].data)
+        if self.settings.level == 3 or self.settings.shard.size == 1:
+            return
+        for unit in self.units.values():
+            unit.whole = False
+        gather(list(self.units.values()))
+
+    def free_weights(self) -> None:
+        """Give up whole weights (level 3)."""
+        for unit in self.units.values():
+            unit.free()
+
+    def _make_buckets(self) -> list[Bucket]:
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        sizes = [(n, p.numel() * self.settings.grad_dtype.itemsize) for n, p in self.parameters.items()]
+        found = [
+            Bucket([self.parameters[name] for name in names], self.settings)
+            for names in buckets(sizes, self.settings.bucket_mb * MIB)
+        ]
+        self._place = {id(p): (b, i) for b in found for i, p in enumerate(b.parameters)}
+        for parameter in self.parameters.values():
+            if id(parameter) in self._place:
+                parameter.register_post_accumulate_grad_hook(self._ready)
+        return found
 
     def _ready(self, parameter: Tensor) -> None:
-        if self.armed:
-            self._bucket_of[id(parameter)].waiting -= 1
+        """A gradient has arrived: move it where it belongs, and flush what is complete."""
+        bucket, position = self._place[id(parameter)]
+        gradient = parameter.grad
+        assert gradient is not None, "the hook follows the accumulation of a gradient"
+        if self.settings.stream:
+            bucket.take(position, gradient)
+            parameter.grad = None
+        elif gradient is not bucket.kept[position]:
+            bucket.kept[position].add_(gradient)
+            parameter.grad = None
+        if self._armed:
+            bucket.waiting -= 1
             self._flush()
 
     def _flush(self) -> None:
         for bucket in self.buckets:
-            if bucket.waiting:
+            if bucket.waiting > 0:
                 return
             if not bucket.flushed:
-                bucket.flushed = True
-                bucket.work = self.group.all_reduce_async(bucket.flat, "gradients")
+                bucket.flush()
+                if bucket.copies:
+                    self._in_flight.append(bucket)
+            while len(self._in_flight) > IN_FLIGHT:
+                self._in_flight.popleft().settle()
 
 
-def _bucket(parameters: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
-    start = 0
-    for parameter in parameters:
-        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
-        start += parameter.numel()
-    return Bucket(flat=flat, parameters=parameters)
+def _in_dtype(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    """`shard` itself where it has that dtype, else a master copy of it."""
+    return shard if shard.dtype == dtype else shard.to(dtype)

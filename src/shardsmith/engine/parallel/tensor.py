@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardsmith.engine.models.decoder import Stage, Table
 from shardsmith.engine.runtime.group import Group
@@ -35,13 +35,12 @@ def attach(stage: Stage, shards: Mapping[str, Shard], group: Group, *, sequence_
             module.first, module.split = shards[f"{name}.weight"].offsets[0], True
 
 
-def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
+def sum_partial_gradients(gradients: Sequence[Tensor], group: Group) -> None:
     """Sum, over the tensor ranks, the gradients of replicated parameters that each saw a part of the sequence.
 
     One collective a step for all of them (case A20); replicas stay bitwise equal since all ranks get one result.
     """
-    gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
-    if group.size == 1 or not gradients:
+    if group.size == 1 or not any(g.numel() for g in gradients):
         return
     flat = torch.cat([g.reshape(-1) for g in gradients])
     group.all_reduce(flat, "partial_gradients")

@@ -186,11 +186,11 @@ def _rank(setup: Setup, steps: int, seed: int) -> _Part:
 
 def _owned(trainer: Trainer, *, gradients: bool) -> dict[str, tuple[tuple[int, ...], Any]]:
     out = {}
-    for name, parameter in trainer.parameters().items():
+    for name, held in trainer.held().items():
         if trainer.owns(name):
-            tensor = parameter.grad if gradients else parameter
+            tensor = held.parameter.grad if gradients else held.parameter
             assert tensor is not None, f"{name} has no gradient"
-            out[name] = (trainer.shards[name].offsets, tensor.detach().double().numpy().copy())
+            out[name] = (held.offsets, tensor.detach().double().numpy().copy())
     return out
 
 

@@ -75,6 +75,26 @@ class Group:
             dist.reduce_scatter_single(out, x, group=self.handle)
         return out
 
+    def all_gather_async(self, x: Tensor, purpose: str) -> tuple[dist.Work | None, Tensor]:
+        """Start to join the ranks' flat `x` [n] -> [n x size]; wait for the work before reading the result."""
+        if self.handle is None:
+            return None, x
+        self._note("all_gather", purpose)
+        out = x.new_empty(x.numel() * self.size)
+        work: dist.Work = dist.all_gather_single(out, x, group=self.handle, async_op=True)
+        self.recorder.launched(self.axis, "all_gather", purpose, _bytes(out), work)
+        return work, out
+
+    def reduce_scatter_async(self, x: Tensor, purpose: str) -> tuple[dist.Work | None, Tensor]:
+        """Start to sum flat `x` [n x size] over the ranks, keeping this rank's part [n]."""
+        if self.handle is None:
+            return None, x
+        self._note("reduce_scatter", purpose)
+        out = x.new_empty(x.numel() // self.size)
+        work: dist.Work = dist.reduce_scatter_single(out, x, group=self.handle, async_op=True)
+        self.recorder.launched(self.axis, "reduce_scatter", purpose, _bytes(x), work)
+        return work, out
+
     @contextmanager
     def _call(self, kind: str, purpose: str, payload: Tensor) -> Iterator[None]:
         self._note(kind, purpose)

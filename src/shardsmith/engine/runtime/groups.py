@@ -15,11 +15,17 @@ from shardsmith.timeline import LaneKind
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """One group an axis; the pipeline has one communicator a direction; `tied` joins the two ends of it."""
+    """One group an axis; the pipeline has one communicator a direction; `tied` joins the two ends of it.
+
+    `data` is replicate x shard; `alone` is this rank by itself, on the data axis.
+    """
 
     world: Group
     tensor: Group
     data: Group
+    replicate: Group
+    shard: Group
+    alone: Group
     forward: Group
     backward: Group
     tied: Group
@@ -47,6 +53,9 @@ def make_groups(mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, i
         world=along("data", (tuple(range(mesh.world)),)),
         tensor=along("tensor", mesh.groups("tensor")),
         data=along("data", mesh.groups(*DATA)),
+        replicate=along("data", mesh.groups("replicate")),
+        shard=along("data", mesh.groups("shard")),
+        alone=along("data", ()),
         forward=along("pipeline", pipelines),
         backward=along("pipeline", pipelines),
         tied=along("pipeline", pairs),

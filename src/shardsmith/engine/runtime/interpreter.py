@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shardsmith.schedule.ir import Action, Kind
-from shardsmith.schedule.lower import Exchange, Payload, Reduce, Step
+from shardsmith.schedule.lower import Exchange, Payload, Reduce, Reshard, Step, Unshard
 
 T = TypeVar("T")
 
@@ -32,8 +32,14 @@ class Work(Protocol[T]):
     def reduce(self, stage: int) -> None:
         """All gradients of `stage` are complete: flush their reduction."""
 
-    def before(self, action: Action, *, last: bool) -> None:
-        """`action` comes next; `last` if it is the last backward work of its stage in this step."""
+    def unshard(self, stage: int) -> None:
+        """Weights of `stage` are about to be used."""
+
+    def reshard(self, stage: int) -> None:
+        """Weights of `stage` are not used until the next `unshard`."""
+
+    def before(self, action: Action, *, reduced: bool) -> None:
+        """`action` comes next; `reduced` if a reduction of its stage follows it."""
 
 
 class Transport(Protocol[T]):
@@ -58,7 +64,7 @@ class Interpreter(Generic[T]):
         self._received = {
             Key(t.payload, t.stage, t.microbatch) for s in steps if isinstance(s, Exchange) for t in s.receives
         }
-        self._last = _last_backward(self.steps)
+        self._reduced = _reduced(self.steps)
 
     def run(self, work: Work[T], transport: Transport[T]) -> None:
         """Perform one training step."""
@@ -73,8 +79,12 @@ class Interpreter(Generic[T]):
                 transport.exchange(sends, receives)
             elif isinstance(step, Reduce):
                 work.reduce(step.stage)
+            elif isinstance(step, Unshard):
+                work.unshard(step.stage)
+            elif isinstance(step, Reshard):
+                work.reshard(step.stage)
             else:
-                work.before(step, last=step in self._last)
+                work.before(step, reduced=step in self._reduced)
                 outgoing = work.perform(step, self._incoming(step, held, transport))
                 produced = _produces(step, self.stages)
                 if produced is not None:
@@ -106,10 +116,13 @@ def _produces(action: Action, stages: int) -> Key | None:
     return None
 
 
-def _last_backward(steps: Sequence[Step]) -> set[Action]:
-    """The action after which a stage's weight gradients are complete, for every stage."""
-    last: dict[int, Action] = {}
+def _reduced(steps: Sequence[Step]) -> set[Action]:
+    """The actions directly behind which their stage's gradients are reduced."""
+    found: set[Action] = set()
+    latest: dict[int, Action] = {}
     for step in steps:
-        if isinstance(step, Action) and step.kind in (Kind.B, Kind.W):
-            last[step.stage] = step
-    return set(last.values())
+        if isinstance(step, Action):
+            latest[step.stage] = step
+        elif isinstance(step, Reduce):
+            found.add(latest[step.stage])
+    return found

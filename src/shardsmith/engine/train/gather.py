@@ -19,8 +19,8 @@ def full_parameters(trainer: Trainer) -> dict[str, Tensor] | None:
     Meant for models that one host can hold: everything passes through rank 0.
     """
     mine = {
-        name: (trainer.shards[name].offsets, parameter.detach().cpu())
-        for name, parameter in trainer.parameters().items()
+        name: (held.offsets, held.parameter.detach().cpu())
+        for name, held in trainer.held().items()
         if trainer.owns(name)
     }
     parts = gather_objects(mine)
@@ -28,7 +28,7 @@ def full_parameters(trainer: Trainer) -> dict[str, Tensor] | None:
         return None
     full = {}
     for weight in weights(trainer.setup.model):
-        tensor = torch.empty(weight.shape, dtype=trainer.dtype)
+        tensor = torch.empty(weight.shape, dtype=next(iter(parts[0].values()))[1].dtype)
         filled = 0
         for part in parts:
             if weight.name in part:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardsmith.engine.runtime.group import Group
 from shardsmith.errors import Code
@@ -18,7 +18,7 @@ REPLICAS_DIFFER = Code(
 )
 
 
-def check_replicas(parameters: Mapping[str, nn.Parameter], group: Group, what: str) -> None:
+def check_replicas(parameters: Mapping[str, Tensor], group: Group, what: str) -> None:
     """Compare `parameters` bit by bit over the ranks of `group`, which must hold the same (`what` names them).
 
     Every rank learns of a difference and raises `Refused` (D301) naming the first tensor and the odd ranks.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
-from shardsmith.engine.parallel.data import StageGradients
+from shardsmith.engine.parallel.data import DataParallel
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.schedule.ir import Action, Kind
 
@@ -25,33 +25,46 @@ class StageWork:
     """Performs actions on this rank's stages for one step's microbatches.
 
     `loss_sums[m]` is the unscaled loss of microbatch m once its last stage has run here; what is
-    back-propagated is that sum divided by the valid tokens of the whole step.
+    back-propagated is that sum times `loss_scale`, divided by the valid tokens of the whole step.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        gradients: Mapping[int, StageGradients],
+        data: Mapping[int, DataParallel],
         recorder: Recorder,
         pace: Mapping[Kind, float] | None = None,
     ) -> None:
-        self.stages, self.gradients, self.recorder = stages, gradients, recorder
+        self.stages, self.data, self.recorder = stages, data, recorder
         self.pace = dict(pace or {})
         self.microbatches: list[Microbatch] = []
         self.tokens = 1.0
+        self.loss_scale = 1.0
         self.loss_sums: dict[int, Tensor] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
-    def begin(self, microbatches: list[Microbatch], tokens: float) -> None:
-        """Take the microbatches of a step, and the number of valid tokens of the step over all ranks."""
-        self.microbatches, self.tokens = microbatches, tokens
+    def begin(self, microbatches: list[Microbatch], tokens: float, loss_scale: float) -> None:
+        """Take the microbatches of a step, the valid tokens of the step over all ranks, and the loss scale."""
+        self.microbatches, self.tokens, self.loss_scale = microbatches, tokens, loss_scale
         self.loss_sums.clear()
 
-    def before(self, action: Action, *, last: bool) -> None:
-        """Arm the reduction of a stage ahead of its last backward work."""
-        if last:
-            self.gradients[action.stage].arm()
+    def before(self, action: Action, *, reduced: bool) -> None:
+        """Let a whole backward pass launch the reduction that follows it, bucket by bucket."""
+        if reduced and action.kind is Kind.B:
+            self.data[action.stage].arm()
+
+    def unshard(self, stage: int) -> None:
+        """Make the weights of a stage whole, unless they stream through its gate during each pass."""
+        gate = self.stages[stage].gate
+        if not gate.streaming:
+            gate.open_all()
+
+    def reshard(self, stage: int) -> None:
+        """The counterpart of `unshard`."""
+        gate = self.stages[stage].gate
+        if not gate.streaming:
+            gate.close_all()
 
     def perform(self, action: Action, incoming: Tensor | None) -> Tensor | None:
         """Compute one action; see `Work`."""
@@ -65,7 +78,7 @@ class StageWork:
 
     def reduce(self, stage: int) -> None:
         """Flush the reduction of a stage."""
-        self.gradients[stage].finish()
+        self.data[stage].finish()
 
     def _forward(self, action: Action, incoming: Tensor | None) -> Tensor | None:
         stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -76,7 +89,7 @@ class StageWork:
         if stage.stage.head:
             loss = stage.loss_sum(left, batch.labels.t())
             self.loss_sums[action.microbatch] = loss.detach()
-            left = loss / self.tokens
+            left = loss * (self.loss_scale / self.tokens)
         self._live[action.stage, action.microbatch] = _Live(entered, left)
         return None if stage.stage.head else left.detach()
 

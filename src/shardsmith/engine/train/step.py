@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -13,20 +14,24 @@ from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.initialise import materialise
 from shardsmith.engine.parallel import tensor as tensor_axis
-from shardsmith.engine.parallel.data import StageGradients
+from shardsmith.engine.parallel.data import DataParallel, DataSettings
 from shardsmith.engine.parallel.pipeline import Wire
 from shardsmith.engine.runtime.groups import Groups, make_groups
 from shardsmith.engine.runtime.interpreter import Interpreter
 from shardsmith.engine.runtime.recorder import Recorder
+from shardsmith.engine.runtime.units import Gate, Unit
 from shardsmith.engine.runtime.vocabulary import IGNORED
 from shardsmith.engine.train.norm import clip_factor, largest_entry, squared_norm
 from shardsmith.engine.train.optimizer import make_optimizer
 from shardsmith.engine.train.replicas import check_replicas
+from shardsmith.engine.train.scaler import LossScaler
 from shardsmith.engine.train.stage_work import StageWork
+from shardsmith.layout.axes.data import streams_gradients
 from shardsmith.layout.facts import Shard
-from shardsmith.layout.shards import shard, stage_weights
+from shardsmith.layout.shards import data_shard, shard, stage_weights
 from shardsmith.plan.batch import batching
 from shardsmith.plan.mesh import data_index, mesh_of
+from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stages
 from shardsmith.schedule.ir import Kind
@@ -36,15 +41,26 @@ from shardsmith.specs.job import Optimisation
 from shardsmith.specs.model import Weight
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TIED = "embedding.weight"
+FIRST_LOSS_SCALE = 2.0**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step did, the same numbers on every rank."""
+    """What one step did, the same numbers on every rank; `skipped` if a gradient was not finite (float16)."""
 
     loss: float
     grad_norm: float
     tokens: int
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What this rank answers for of one full tensor: rows from `offsets` on, as the optimiser has them."""
+
+    offsets: tuple[int, ...]
+    parameter: nn.Parameter
 
 
 class Trainer:
@@ -66,47 +82,65 @@ class Trainer:
         pace: Mapping[Kind, float] | None = None,
     ) -> None:
         setup = settled(setup)
-        plan, model = setup.plan, setup.model
         self.setup, self.optimisation, self.device = setup, optimisation, device
         self.dtype = DTYPES[setup.workload.dtype]
-        mesh = mesh_of(plan)
+        mesh = mesh_of(setup.plan)
         self.coord, self.data_index = mesh.coord(rank), data_index(mesh.coord(rank), mesh.sizes)
-        self.batching = batching(plan, setup.workload)
-        order = build(
-            plan.schedule,
-            pipeline=plan.pipeline,
-            microbatches=self.batching.microbatches,
-            stages_per_rank=plan.stages_per_rank,
-        )
         self.recorder = Recorder(rank)
-        ends = (order.placement[0], order.placement[-1])
+        self._every = stages(setup.plan, setup.model)
+        ends = (self._every[0].rank, self._every[-1].rank)
         self.groups: Groups = make_groups(mesh, rank, self.recorder, ends=ends, timeout_s=timeout_s)
         self.weights: dict[str, Weight] = {}
         self.shards: dict[str, Shard] = {}
-        self.stages: dict[int, Stage] = {}
-        for stage in stages(plan, model):
-            if stage.rank == self.coord.pipeline:
-                self.stages[stage.index] = self._build(stage.index, stage_weights(setup, stage), seed)
+        self._drawn: dict[str, Tensor] = {}
+        self.stages: dict[int, Stage] = {
+            stage.index: self._build(stage.index, stage_weights(setup, stage), seed)
+            for stage in self._every
+            if stage.rank == self.coord.pipeline
+        }
         self._share_tied()
-        self.gradients = {index: self._gradients(self._own(index)) for index in self.stages}
-        self.tied_gradients = self._gradients(self._tied())
-        self.optimizer = make_optimizer(self.parameters(), self.weights, optimisation)
-        self.work = StageWork(self.stages, self.gradients, self.recorder, pace)
-        self.interpreter: Interpreter[Tensor] = Interpreter(lower(order).ranks[self.coord.pipeline], order.stages)
-        wires = {Payload.ACTIVATION: self.groups.forward, Payload.GRADIENT: self.groups.backward}
-        self.wire = Wire(wires, self._message_shape, self.dtype, device)
+        self._shard_over_data()
+        owned = {name: held.parameter for name, held in self.held().items()}
+        self.optimizer = make_optimizer(owned, self.weights, optimisation)
+        half = setup.workload.dtype == "float16"
+        self.scaler = LossScaler(scale=FIRST_LOSS_SCALE if half else 1.0, dynamic=half)
+        self.work = StageWork(self.stages, self.data, self.recorder, pace)
+        self._prepare_pipeline()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by global name, each once."""
+        """This rank's parameters by global name, each once, as the model computes with them."""
         return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+
+    def held(self) -> dict[str, Held]:
+        """This rank's rows of every tensor, in the optimiser's dtype, with their place in the full tensor."""
+        found = {}
+        for data in self._all_data():
+            for name, parameter in data.owned.items():
+                first, *rest = self.shards[name].offsets
+                found[name] = Held(offsets=(first + data.offsets[name], *rest), parameter=parameter)
+        return found
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank is the one that counts, saves or reports its rows of `name` (replicas: the first)."""
+        if self.coord.replicate or self.coord.context:
+            return False
+        if self.coord.shard and self.setup.plan.zero == 0:
+            return False
+        if self.shards[name].tensor_dim is None and self.coord.tensor:
+            return False
+        return name not in self._tied() or self.groups.tied.index == 0
 
     def check_replicas(self) -> None:
         """Compare what should be equal on several ranks, bit by bit; raises `Refused` (D301) on a difference."""
         every = self.parameters()
-        check_replicas(every, self.groups.data, "data-parallel replicas")
-        replicated = {name: p for name, p in every.items() if self.shards[name].tensor_dim is None}
+        whole = self.setup.plan.zero < 3
+        stored = {n: p for d in self._all_data() for n, p in d.stored.items()}
+        compared: Mapping[str, Tensor] = every if whole else stored
+        check_replicas(compared, self.groups.data if whole else self.groups.replicate, "data-parallel replicas")
+        replicated = {name: p for name, p in compared.items() if self.shards[name].tensor_dim is None}
         check_replicas(replicated, self.groups.tensor, "parameters replicated over the tensor axis")
-        check_replicas(self._tied(), self.groups.tied, "the two copies of the tied embedding")
+        tied = {name: compared[name] for name in self._tied()}
+        check_replicas(tied, self.groups.tied, "the two copies of the tied embedding")
 
     def move(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """`microbatches` on this rank's device."""
@@ -122,32 +156,25 @@ class Trainer:
 
     def step(self, microbatches: list[Microbatch]) -> StepResult:
         """Forward, backward, reductions, clipping and one optimiser step on this rank's `microbatches`."""
-        for gradients in self._all_gradients():
-            gradients.zero()
-        self.work.begin(microbatches, self._global_tokens(microbatches))
+        for data in self._all_data():
+            data.begin()
+        self.work.begin(microbatches, self._global_tokens(microbatches), self.scaler.scale)
         self.interpreter.run(self.work, self.wire)
         self._reduce_gradients()
         result = self._summarise(microbatches)
-        factor = clip_factor(result.grad_norm, self.optimisation.clip)
-        if factor != 1.0:
-            torch._foreach_mul_([b.flat for g in self._all_gradients() for b in g.buckets], factor)
-        self.optimizer.step()
+        self.scaler.update(finite=not result.skipped)
+        if not result.skipped:
+            self._update(clip_factor(result.grad_norm, self.optimisation.clip) / self.work.loss_scale)
         return result
-
-    def owns(self, name: str) -> bool:
-        """Whether this rank is the one that counts, saves or reports its shard of `name` (replicas: the first)."""
-        if self.coord.replicate or self.coord.shard or self.coord.context:
-            return False
-        if self.shards[name].tensor_dim is None and self.coord.tensor:
-            return False
-        return name not in self._tied() or self.groups.tied.index == 0
 
     def _build(self, index: int, weights: tuple[Weight, ...], seed: int) -> Stage:
         plan, model = self.setup.plan, self.setup.model
         shards = {w.name: shard(w, plan, model, self.coord) for w in weights}
         with torch.device("meta"):
-            module = Stage(model, stages(plan, model)[index])
-        materialise(module, weights, shards, seed=seed, dtype=self.dtype, device=self.device)
+            module = Stage(model, self._every[index])
+        # At level 3 no rank ever holds more of the model than its rows and what is gathered around its use.
+        kept = {n: data_shard(s, plan, self.coord) for n, s in shards.items()} if plan.zero == 3 else None
+        self._drawn |= materialise(module, weights, shards, seed=seed, dtype=self.dtype, device=self.device, kept=kept)
         tensor_axis.attach(module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel)
         self.weights.update({w.name: w for w in weights})
         self.shards.update(shards)
@@ -161,21 +188,67 @@ class Trainer:
 
     def _tied(self) -> dict[str, nn.Parameter]:
         """The tied embedding where two stages hold it: its gradient is complete only when both have finished."""
-        model, plan = self.setup.model, self.setup.plan
-        if not model.tied or len(stages(plan, model)) == 1:
+        if not self.setup.model.tied or len(self._every) == 1:
             return {}
-        return {name: p for name, p in self.parameters().items() if name == "embedding.weight"}
+        return {name: p for name, p in self.parameters().items() if name == TIED}
 
-    def _own(self, index: int) -> dict[str, nn.Parameter]:
-        tied = self._tied()
-        return {name: p for name, p in self.stages[index].named_parameters() if name not in tied}
+    def _shard_over_data(self) -> None:
+        """Give every stage its gradients and rows, and at ZeRO level 3 its gate."""
+        plan, tied = self.setup.plan, self._tied()
+        settings = self._data_settings()
+        self.data: dict[int, DataParallel] = {}
+        # The gradient of a tied embedding stays whole until both its stages have finished.
+        self.tied_data = DataParallel(tied, {"tied": list(tied)}, replace(settings, stream=False), self._drawn)
+        for index, stage in self.stages.items():
+            own = {name: p for name, p in stage.named_parameters() if name not in tied}
+            places = {place: [n for n in names if n in own] for place, names in _places(own).items()}
+            self.data[index] = data = DataParallel(own, places, settings, self._drawn)
+            if plan.zero == 3:
+                stage.gate = Gate(self._units(stage, data), streaming=plan.zero_gather == "per_pass")
+        self._drawn.clear()
 
-    def _gradients(self, parameters: dict[str, nn.Parameter]) -> StageGradients:
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        return StageGradients(list(parameters.items()), self.groups.data, self.setup.plan.bucket_mb, dtype)
+    def _data_settings(self) -> DataSettings:
+        plan, kinds = self.setup.plan, precision(self.setup.plan, self.setup.workload)
+        level = plan.zero
+        return DataSettings(
+            shard=self.groups.shard if level else self.groups.alone,
+            replicate=self.groups.replicate if level else self.groups.data,
+            level=level,
+            stream=streams_gradients(plan),
+            bucket_mb=plan.bucket_mb,
+            grad_dtype=DTYPES[kinds.grad],
+            reduce_dtype=DTYPES[kinds.reduce],
+            optimizer_dtype=DTYPES[kinds.optimizer],
+        )
 
-    def _all_gradients(self) -> list[StageGradients]:
-        return [*self.gradients.values(), self.tied_gradients]
+    def _units(self, stage: Stage, data: DataParallel) -> dict[str, list[Unit]]:
+        """The units of each place of `stage`, in the order of the forward pass; a tied table serves both ends."""
+        spec = stage.stage
+        table = data.units.get("embedding") if not self._tied() else self.tied_data.units.get("tied")
+        found: dict[str, list[Unit]] = {}
+        if spec.embedding:
+            found["embedding"] = [u for u in (data.units.get("embedding"), table) if u is not None]
+        found |= {str(layer): [data.units[str(layer)]] for layer in spec.layers}
+        if spec.head:
+            found["head"] = [data.units["head"], *([table] if self.setup.model.tied and table is not None else [])]
+        return {place: list(dict.fromkeys(units)) for place, units in found.items()}
+
+    def _prepare_pipeline(self) -> None:
+        plan = self.setup.plan
+        order = build(
+            plan.schedule,
+            pipeline=plan.pipeline,
+            microbatches=batching(plan, self.setup.workload).microbatches,
+            stages_per_rank=plan.stages_per_rank,
+        )
+        stream = streams_gradients(plan)
+        program = lower(order, gather=plan.zero_gather if plan.zero == 3 else "never", reduce_each=stream)
+        self.interpreter: Interpreter[Tensor] = Interpreter(program.ranks[self.coord.pipeline], order.stages)
+        wires = {Payload.ACTIVATION: self.groups.forward, Payload.GRADIENT: self.groups.backward}
+        self.wire = Wire(wires, self._message_shape, self.dtype, self.device)
+
+    def _all_data(self) -> list[DataParallel]:
+        return [*self.data.values(), self.tied_data]
 
     def _message_shape(self, microbatch: int) -> tuple[int, ...]:
         length, sequences = self.work.microbatches[microbatch].tokens.t().shape
@@ -192,18 +265,19 @@ class Trainer:
 
     def _reduce_gradients(self) -> None:
         """Everything between the last backward and complete gradients on every rank."""
-        for name, parameter in self._tied().items():
-            assert parameter.grad is not None, f"{name} has its gradient in a bucket"
-            self.groups.tied.all_reduce(parameter.grad, "tied_embedding")
-        self.tied_gradients.finish()
-        for gradients in self._all_gradients():
-            gradients.wait()
-        partial = [p for name, p in self.parameters().items() if self.shards[name].partial_over_tensor]
+        for bucket in self.tied_data.buckets:
+            self.groups.tied.all_reduce(bucket.flat, "tied_embedding")
+        self.tied_data.finish()
+        for data in self._all_data():
+            data.wait()
+        partial = [
+            g for d in self._all_data() for n, g in d.shard_gradients.items() if self.shards[n].partial_over_tensor
+        ]
         tensor_axis.sum_partial_gradients(partial, self.groups.tensor)
 
     def _summarise(self, microbatches: list[Microbatch]) -> StepResult:
         """Loss, norm and tokens of the whole step in one small collective over all ranks."""
-        counted = [p.grad for name, p in self.parameters().items() if self.owns(name) and p.grad is not None]
+        counted = [g for d in self._all_data() for n, g in d.shard_gradients.items() if self.owns(n)]
         loss, tokens = 0.0, 0
         if self.work.loss_sums and self.coord.tensor == 0 and self.coord.context == 0:
             loss = float(torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum())
@@ -215,7 +289,30 @@ class Trainer:
         if self.optimisation.norm == "max":
             largest = largest_entry(counted).to(self.device)
             norm = self.groups.world.all_reduce(largest, "largest_gradient", dist.ReduceOp.MAX).item()
-        return StepResult(loss=loss / max(1.0, count), grad_norm=norm, tokens=int(count))
+        norm /= self.work.loss_scale
+        skipped = self.scaler.dynamic and not math.isfinite(norm)
+        return StepResult(loss=loss / max(1.0, count), grad_norm=norm, tokens=int(count), skipped=skipped)
+
+    def _update(self, factor: float) -> None:
+        """Scale all gradients by `factor`, let the optimiser work on this rank's rows, and spread the result."""
+        if factor != 1.0:
+            gradients = [g for data in self._all_data() for g in data.shard_gradients.values()]
+            torch._foreach_mul_(gradients, factor)
+        for data in self._all_data():
+            data.hand_over()
+        self.optimizer.step()
+        for data in self._all_data():
+            data.publish()
+
+
+def _places(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
+    """Names of a stage's parameters by the place that needs them whole: embedding, a layer's index, head."""
+    found: dict[str, list[str]] = {}
+    for name in parameters:
+        first, *rest = name.split(".")
+        ends = {"embedding": "embedding", "position": "embedding", "final_norm": "head", "head": "head"}
+        found.setdefault(rest[0] if first == "layers" else ends[first], []).append(name)
+    return found
 
 
 def _valid_tokens(microbatches: list[Microbatch]) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from shardsmith.errors import Code, Fault
-from shardsmith.layout.facts import CollectiveCount
+from shardsmith.layout.facts import CollectiveCount, CommKind
+from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.units import DTYPE_BYTES, MIB
@@ -24,6 +26,16 @@ BUCKET = Code(
     code="D102",
     title="bucket_mb is not above 0",
     because="a bucket is sent when its gradients reach bucket_mb MiB",
+)
+PARAM_DTYPE = Code(
+    code="D104",
+    title="weights in another dtype than the computation",
+    because="a rank computes with the weights it keeps; a wider master copy is the optimiser's (optimizer_dtype)",
+)
+OPTIMIZER_DTYPE = Code(
+    code="D105",
+    title="an optimiser narrower than the weights",
+    because="updates below the last place of the optimiser's dtype would be lost, the weights' own places wasted",
 )
 ZERO_WITHOUT_SHARDS = Code(
     code="D103",
@@ -46,39 +58,41 @@ class States:
         """Bytes of all kinds."""
         return self.weights + self.gradients + self.optimizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class Divisors:
-    """Over how many ranks ZeRO spreads each kind of state."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-
-def zero_divisors(setup: Setup) -> Divisors:
-    """The divisor of each kind of state at the plan's ZeRO level; it shards over data.shard x context."""
-    plan = setup.plan
-    shards = plan.shard * plan.context
-    return Divisors(
-        optimizer=shards if plan.zero >= 1 else 1,
-        gradients=shards if plan.zero >= 2 else 1,
-        weights=shards if plan.zero >= 3 else 1,
-    )
+    def __add__(self, other: States) -> States:
+        """Both together, kind by kind."""
+        return States(
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+        )
 
 
-def states(setup: Setup, parameters: int, moments: int = 2) -> States:
+def shard_ranks(plan: Plan) -> int:
+    """Over how many ranks ZeRO spreads states: data.shard x context; nobody at level 0."""
+    return plan.shard * plan.context if plan.zero else 1
+
+
+def streams_gradients(plan: Plan) -> bool:
+    """Whether each microbatch's gradients are reduced at once, so that they never exist whole between passes."""
+    return plan.zero >= 2 and plan.zero_gather == "per_pass"
+
+
+def states(setup: Setup, parameters: int, moments: int = 2, kept: int | None = None, *, streams: bool = True) -> States:
     """Bytes of weights, gradients and optimiser state of a rank that owns `parameters` before ZeRO.
 
     AdamW keeps two `moments` of each parameter, and any optimiser a master copy where weights are narrower
-    than its dtype: 16 bytes a parameter in float32, 18 with bfloat16 weights and float32 gradients.
+    than its dtype: 16 bytes a parameter in float32, 18 with bfloat16 weights and float32 gradients. `kept` is
+    the exact number of elements in this rank's rows, where the tensors are known. `streams` is off for a tied
+    embedding that waits for both its stages: its gradient stays whole at every level.
     """
-    kinds, over = precision(setup.plan, setup.workload), zero_divisors(setup)
+    plan, kinds = setup.plan, precision(setup.plan, setup.workload)
+    if kept is None:
+        kept = -(-parameters // shard_ranks(plan))
     copies = moments + kinds.master
     return States(
-        weights=-(-parameters // over.weights) * DTYPE_BYTES[kinds.param],
-        gradients=-(-parameters // over.gradients) * DTYPE_BYTES[kinds.grad],
-        optimizer=-(-parameters // over.optimizer) * DTYPE_BYTES[kinds.optimizer] * copies,
+        weights=(kept if plan.zero == 3 else parameters) * DTYPE_BYTES[kinds.param],
+        gradients=(kept if streams and streams_gradients(plan) else parameters) * DTYPE_BYTES[kinds.grad],
+        optimizer=kept * DTYPE_BYTES[kinds.optimizer] * copies,
     )
 
 
@@ -105,18 +119,81 @@ def buckets(sizes: Sequence[tuple[str, int]], limit: float) -> tuple[tuple[str, 
     return tuple(found)
 
 
-def data_collectives(setup: Setup, sizes: Sequence[tuple[str, int]]) -> list[CollectiveCount]:
-    """The gradient buckets of one stage, all-reduced once a step over the data axis."""
-    if setup.plan.data == 1:
+def data_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
+    """(first row, number of rows) that rank `index` of `shards` keeps of a tensor of `rows` rows.
+
+    Every rank but the last ones keeps ceil(rows / shards); a short tensor leaves the last ranks nothing.
+    """
+    each = -(-rows // shards)
+    first = min(index * each, rows)
+    return first, min(first + each, rows) - first
+
+
+def chunk_elements(shapes: Sequence[tuple[int, ...]], shards: int) -> int:
+    """Elements of one rank's part when tensors of `shapes` travel together, each padded to ceil(rows / shards)."""
+    return sum(-(-shape[0] // shards) * prod(shape[1:]) for shape in shapes)
+
+
+def data_collectives(
+    setup: Setup, tensors: Sequence[tuple[str, tuple[int, ...]]], passes: int, *, streams: bool = True
+) -> list[CollectiveCount]:
+    """The gradients of one stage's `tensors` (name, shape before ZeRO), reduced over the data axis in one step.
+
+    A reduce-scatter over the shard ranks and an all-reduce over the replicas, bucket by bucket; level 0 shards
+    over nobody. Levels 2 and 3 reduce-scatter each of the `passes` microbatches, unless weights are gathered
+    once per step or `streams` is off (a tied embedding waits for both its stages).
+    """
+    plan, kinds = setup.plan, precision(setup.plan, setup.workload)
+    shards = shard_ranks(plan)
+    replicas = plan.data * plan.context // shards
+    wide, narrow = DTYPE_BYTES[kinds.grad], DTYPE_BYTES[kinds.reduce]
+    shapes = dict(tensors)
+    stream = streams and streams_gradients(plan)
+    found = []
+    for names in buckets([(n, prod(s) * wide) for n, s in tensors], plan.bucket_mb * MIB):
+        chunk = chunk_elements([shapes[n] for n in names], shards)
+        if shards > 1:
+            count = passes if stream else 1
+            size = count * shards * chunk * narrow
+            found.append(_gradients("reduce_scatter", count, size))
+        if replicas > 1:
+            kept = sum(data_rows(shapes[n][0], shards, 0)[1] * prod(shapes[n][1:]) for n in names)
+            found.append(_gradients("all_reduce", 1, kept * narrow))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitUse:
+    """Weights that are gathered together: their `shapes` before ZeRO, and how often a microbatch needs them whole."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    per_microbatch: int
+
+
+def weight_collectives(setup: Setup, units: Sequence[UnitUse], passes: int) -> list[CollectiveCount]:
+    """The gathers of sharded weights in one step of `passes` microbatches, one call a unit and use.
+
+    Levels 1 and 2 gather once, after the optimiser; level 3 once per step, or for each use.
+    """
+    plan, kinds = setup.plan, precision(setup.plan, setup.workload)
+    shards = shard_ranks(plan)
+    if shards == 1:
         return []
-    count = len(buckets(sizes, setup.plan.bucket_mb * MIB))
-    size = sum(bytes_ for _, bytes_ in sizes)
-    return [CollectiveCount(axis="data", kind="all_reduce", purpose="gradients", count=count, bytes=size)]
+    found = []
+    for unit in units:
+        count = passes * unit.per_microbatch if plan.zero == 3 and plan.zero_gather == "per_pass" else 1
+        size = count * shards * chunk_elements(unit.shapes, shards) * DTYPE_BYTES[kinds.param]
+        found.append(CollectiveCount(axis="data", kind="all_gather", purpose="weights", count=count, bytes=size))
+    return found
+
+
+def _gradients(kind: CommKind, count: int, size: int) -> CollectiveCount:
+    return CollectiveCount(axis="data", kind=kind, purpose="gradients", count=count, bytes=size)
 
 
 def data_faults(setup: Setup) -> list[Fault]:
     """What the data axis forbids, and ZeRO levels that would shard nothing."""
-    plan, faults = setup.plan, []
+    plan, faults = setup.plan, precision_faults(setup)
     if plan.data % plan.replicate:
         legal = [r for r in range(1, plan.data + 1) if plan.data % r == 0]
         message = f"replicate = {plan.replicate} does not divide data = {plan.data}"
@@ -134,4 +211,19 @@ def data_faults(setup: Setup) -> list[Fault]:
         said = setup.said("plan.zero", "plan.data", "plan.replicate", "plan.context")
         hint = "data = 2 or more" if plan.data == 1 else f"replicate = 1 (shards over {plan.data})"
         faults.append(ZERO_WITHOUT_SHARDS.fault(message, *said, hint=hint))
+    return faults
+
+
+def precision_faults(setup: Setup) -> list[Fault]:
+    """Combinations of dtypes that would waste or lose what they hold."""
+    kinds, faults = precision(setup.plan, setup.workload), []
+    if kinds.param != setup.workload.dtype:
+        message = f"param_dtype = {kinds.param}, but the computation is in {setup.workload.dtype}"
+        said = setup.said("plan.param_dtype", "workload.dtype")
+        hint = f"leave param_dtype out, or dtype = {kinds.param}"
+        faults.append(PARAM_DTYPE.fault(message, *said, hint=hint))
+    if DTYPE_BYTES[kinds.optimizer] < DTYPE_BYTES[kinds.param]:
+        message = f"optimizer_dtype = {kinds.optimizer} is narrower than weights in {kinds.param}"
+        said = setup.said("plan.optimizer_dtype", "plan.param_dtype", "workload.dtype")
+        faults.append(OPTIMIZER_DTYPE.fault(message, *said, hint=f"optimizer_dtype = {kinds.param} or wider"))
     return faults

@@ -135,9 +135,8 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
     return found
 
 
-def partial_gradients(setup: Setup, shards: list[Shard]) -> list[CollectiveCount]:
-    """The one call a step that sums the partial gradients of all `shards` of a rank over the tensor axis."""
-    elements = sum(s.numel for s in shards if s.partial_over_tensor)
+def partial_gradients(setup: Setup, elements: int) -> list[CollectiveCount]:
+    """The one call a step that sums a rank's `elements` of partial gradients over the tensor axis."""
     size = elements * DTYPE_BYTES[precision(setup.plan, setup.workload).grad]
     count = int(elements > 0)
     return [CollectiveCount(axis="tensor", kind="all_reduce", purpose="partial_gradients", count=count, bytes=size)]

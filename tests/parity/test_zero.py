@@ -1,0 +1,56 @@
+"""Each ZeRO row of the table of plans against one process, and proof that broken sharding would be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from plans import Row, row
+from torch import Tensor
+from zero_plans import ZERO_TABLE
+
+from shardsmith.engine.parallel.data import Bucket
+from shardsmith.engine.parity.certificate import certify
+from shardsmith.engine.runtime.packing import Packing
+from shardsmith.engine.runtime.units import Unit
+from shardsmith.layout.check import check
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT_S = 60.0
+
+
+@pytest.mark.parametrize("row", ZERO_TABLE, ids=[row.name for row in ZERO_TABLE])
+def test_sharded_plan_equals_one_process(row: Row) -> None:
+    assert [f for f in check(row.setup, running=True) if f.severity == "error"] == []
+    certificate = certify(row.setup, steps=row.steps, timeout_s=TIMEOUT_S)
+    assert certificate.passed, certificate.summary()
+
+
+def _last_microbatch_only(packing: Packing, flat: Tensor, shards: Sequence[Tensor]) -> None:
+    packing.write_shards(flat, shards)
+
+
+def _no_sum_over_replicas(bucket: Bucket) -> None:
+    return None
+
+
+def _no_update_spread(unit: Unit) -> None:
+    unit.whole = True
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "broken", "line"),
+    [
+        (Packing, "add_shards", _last_microbatch_only, "data=2,zero=2"),
+        (Bucket, "_start_all_reduce", _no_sum_over_replicas, "data=4,replicate=2,zero=1"),
+        (Unit, "start", _no_update_spread, "data=2,zero=1"),
+    ],
+)
+def test_broken_sharding_is_caught(
+    owner: type, method: str, broken: Callable[..., None], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, broken)
+    certificate = certify(row("broken", line).setup, steps=2, timeout_s=TIMEOUT_S)
+    assert not certificate.passed, f"{owner.__name__}.{method} may be broken without notice"
+    assert certificate.worst > 1e-6

@@ -127,6 +127,8 @@ def test_swapped_batches_are_judged_right(order: Order, random: Random) -> None:
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 2), (2, 1), (2, 4), (3, 5), (4, 2), (4, 8)])
 def test_built_in_schedules_meet(name: str, pipeline: int, microbatches: int) -> None:
+    if name == "dualpipe_v":
+        microbatches += 2 * pipeline  # it is refused with fewer than 2P
     assert rendezvous(lower(build(name, pipeline=pipeline, microbatches=microbatches))) == []
 
 

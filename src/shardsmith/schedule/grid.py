@@ -83,13 +83,14 @@ def _cells(
     order: Order, actions: tuple[Action, ...], played: Played, column_at: dict[int, int]
 ) -> Iterator[tuple[Action, int, int]]:
     """Each action with its first column and the one behind its last; the two of a pair share their columns."""
+    seconds = {b for a, b in pairwise(actions) if a in order.pairs}
     for action, following in zip(actions, (*actions[1:], None), strict=True):
         begin, end = column_at[int(played.start[action])], column_at[int(played.end[action])]
         half = begin + max(1, (end - begin) // 3)
         if action in order.pairs and following is not None:
             yield action, begin, half
             yield following, half, end
-        elif not any(action == b and a in order.pairs for a, b in zip(actions, actions[1:], strict=False)):
+        elif action not in seconds:
             yield action, begin, end
 
 

@@ -17,7 +17,7 @@ SIZES = Code(
 STAGES_PER_RANK = Code(
     code="S003",
     title="a number of stages per rank that this schedule does not have",
-    because="each schedule fixes how many stages a rank holds: GPipe, 1F1B and ZB-H1 one, V shapes two, loops at least two",
+    because="a schedule fixes how many stages a rank holds: GPipe, 1F1B, ZB-H1 one, V shapes two, loops two or more",
 )
 TIMES = Code(
     code="S004",

@@ -121,7 +121,12 @@ def test_swapped_batches_are_judged_right(order: Order, random: Random) -> None:
     broken = with_steps(program, rank, tuple(steps))
     codes = {fault.code for fault in rendezvous(broken)}
     assert ("S020" in codes) == deadlocks(broken)
-    assert codes, "a moved batch sends too early, arrives too late, or meets the wrong message"
+    if not codes:  # two batches that only receive, from different ranks and ahead of both uses, may change places
+        first, second = program.ranks[rank][i], program.ranks[rank][j]
+        assert isinstance(first, Exchange)
+        assert isinstance(second, Exchange)
+        assert not first.sends
+        assert not second.sends
 
 
 @pytest.mark.parametrize("name", names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -207,7 +208,7 @@ def test_no_rank_of_zb_v_waits_between_its_first_and_last_action() -> None:
         found = of("zb_v", pipeline, 2 * pipeline + 1)
         for actions in found.order.ranks:
             starts, ends = (getattr(found.played, side) for side in ("start", "end"))
-            assert all(ends[a] == starts[b] for a, b in zip(actions, actions[1:], strict=False))
+            assert all(ends[a] == starts[b] for a, b in itertools.pairwise(actions))
 
 
 def test_peaks_of_split_schedules() -> None:
@@ -221,7 +222,7 @@ def test_a_pair_starts_when_both_inputs_are_there_and_ends_as_one() -> None:
     found = of("dualpipe_v", 2, 6)
     assert found.order.pairs
     for actions in found.order.ranks:
-        for a, b in zip(actions, actions[1:], strict=False):
+        for a, b in itertools.pairwise(actions):
             if a in found.order.pairs:
                 assert (a.kind, b.kind) == (Kind.F, Kind.B)
                 assert a.stage != b.stage

@@ -143,7 +143,6 @@ def test_sequences_longer_than_the_positions() -> None:
         ("data=4,replicate=3", ["D101"]),
         ("bucket_mb=0", ["D102"]),
         ("schedule=one_f_one_bee", ["S001"]),
-        ("schedule=zb_v,pipeline=2", ["X102"]),
         ("pipeline=2,stages_per_rank=2", ["S003"]),
         ("pipeline=5", ["P301"]),
         ("pipeline=2,layers=1+1", ["P303"]),

@@ -121,12 +121,19 @@ def test_swapped_batches_are_judged_right(order: Order, random: Random) -> None:
     broken = with_steps(program, rank, tuple(steps))
     codes = {fault.code for fault in rendezvous(broken)}
     assert ("S020" in codes) == deadlocks(broken)
-    assert codes, "a moved batch sends too early, arrives too late, or meets the wrong message"
+    if not codes:  # two batches that only receive, from different ranks and ahead of both uses, may change places
+        first, second = program.ranks[rank][i], program.ranks[rank][j]
+        assert isinstance(first, Exchange)
+        assert isinstance(second, Exchange)
+        assert not first.sends
+        assert not second.sends
 
 
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 2), (2, 1), (2, 4), (3, 5), (4, 2), (4, 8)])
 def test_built_in_schedules_meet(name: str, pipeline: int, microbatches: int) -> None:
+    if name == "dualpipe_v":
+        microbatches += 2 * pipeline  # it is refused with fewer than 2P
     assert rendezvous(lower(build(name, pipeline=pipeline, microbatches=microbatches))) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -170,3 +171,60 @@ def test_everything_wrong_is_said_at_once() -> None:
         study("gpipe", pipeline=4)
     with pytest.raises(Refused, match="S005"):
         study("gpipe", pipeline=4, microbatches=10**7)
+
+
+SPLIT = ("zb_h1", "zb_v", "dualpipe_v", "looped_bfs")
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("pipeline", [1, 2, 3, 4, 6])
+def test_every_schedule_is_legal_and_as_long_as_its_formula(name: str, pipeline: int) -> None:
+    exact = 0
+    for microbatches in range(1, 15):
+        if name == "dualpipe_v" and microbatches < 2 * pipeline:
+            with pytest.raises(Refused, match="S008"):
+                of(name, pipeline, microbatches)
+            continue
+        for times in ("F=1,I=1,W=1", "F=2,I=2,W=1", "F=3,I=2,W=2", "F=1,I=2,W=3"):
+            found = of(name, pipeline, microbatches, times=times)
+            assert check(found.order) == []
+            if found.closed_form is not None:
+                assert found.step_time == found.closed_form.step_time
+                assert found.bubble_of_step == pytest.approx(found.closed_form.bubble_of_step, abs=1e-12)
+                exact += 1
+    assert exact, "a formula that never applies says nothing"
+
+
+def test_zero_bubble_figures() -> None:
+    """With F = I = W = 1, P = 4, m = 8: a third of 1F1B's bubble in ZB-H1, and only the ramp in ZB-V."""
+    assert of("one_f_one_b", 4, 8).step_time == 24 + 3 * 3
+    assert of("zb_h1", 4, 8).step_time == 24 + 3 * 1
+    assert of("zb_v", 4, 8).step_time == 24 + Fraction(3, 2)
+    assert of("dualpipe_v", 4, 8).step_time == 24 + 3 * 1
+
+
+def test_no_rank_of_zb_v_waits_between_its_first_and_last_action() -> None:
+    for pipeline in (2, 3, 4, 5):
+        found = of("zb_v", pipeline, 2 * pipeline + 1)
+        for actions in found.order.ranks:
+            starts, ends = (getattr(found.played, side) for side in ("start", "end"))
+            assert all(ends[a] == starts[b] for a, b in itertools.pairwise(actions))
+
+
+def test_peaks_of_split_schedules() -> None:
+    """Deferred weights trade for activations: the sum on each rank of ZB-H1 is that of 1F1B's first rank plus one."""
+    assert [tuple(p) for p in peak_live(of("zb_h1", 4, 8).order)] == [(4, 1), (3, 2), (2, 3), (1, 4)]
+    assert max(p.activations for p in peak_live(of("zb_v", 4, 8).order)) == 8  # stages of half a rank: 4 as in 1F1B
+    assert [tuple(p) for p in peak_live(of("looped_bfs", 2, 4).order)] == [(8, 0), (8, 0)]
+
+
+def test_a_pair_starts_when_both_inputs_are_there_and_ends_as_one() -> None:
+    found = of("dualpipe_v", 2, 6)
+    assert found.order.pairs
+    for actions in found.order.ranks:
+        for a, b in itertools.pairwise(actions):
+            if a in found.order.pairs:
+                assert (a.kind, b.kind) == (Kind.F, Kind.B)
+                assert a.stage != b.stage
+                assert found.played.start[a] == found.played.start[b]
+                assert found.played.end[a] == found.played.end[b]

@@ -10,19 +10,12 @@ from typing import Any
 
 from shardsmith.errors import Code, Fault
 from shardsmith.plan.setup import Setup
-from shardsmith.schedule import orders
 
 NOT_BUILT = Code(
     code="X101",
     title="not built yet",
     because="the engine cannot do what this field asks for, and ignoring it would train another plan than this",
 )
-SCHEDULE_NOT_BUILT = Code(
-    code="X102",
-    title="schedule not built yet",
-    because="without its order of actions nothing about this schedule can be computed or run",
-)
-
 PLAN_FIELDS: dict[str, tuple[Any, str]] = {
     "context": (1, "splitting the sequence of attention over ranks"),
     "ulysses": (1, "exchanging heads for sequence in attention"),
@@ -36,9 +29,6 @@ PLAN_FIELDS: dict[str, tuple[Any, str]] = {
 }
 """Plan fields of which only one value is built: that value, and what any other would be."""
 
-SCHEDULES = ("zb_h1", "zb_v", "dualpipe_v", "looped_bfs")
-"""Names that plans may use once their schedule stands in `schedule.orders`."""
-
 
 def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
     """Fields that ask for what is not built: errors before a run, warnings where a plan is only thought about."""
@@ -48,12 +38,3 @@ def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
             hint = f"leave {key} out" if built in (None, ()) else f"{key} = {str(built).lower()}"
             faults.append(NOT_BUILT.fault(f"{what} is not built yet", *setup.said(f"plan.{key}"), hint=hint))
     return faults if running else [replace(fault, severity="warning") for fault in faults]
-
-
-def schedule_capability_faults(setup: Setup) -> list[Fault]:
-    """A schedule that is known by name but has no order yet; always an error."""
-    name = setup.plan.schedule
-    if name not in SCHEDULES or name in orders.names():
-        return []
-    hint = "schedule = one of " + ", ".join(orders.names())
-    return [SCHEDULE_NOT_BUILT.fault(f"the schedule {name} is not built yet", *setup.said("plan.schedule"), hint=hint)]

@@ -8,7 +8,7 @@ from typing import Any
 from shardsmith.errors import Code, Fault, Refused
 from shardsmith.layout.axes.data import data_faults
 from shardsmith.layout.axes.tensor import model_degrees, tensor_faults
-from shardsmith.layout.capability import capability_faults, schedule_capability_faults
+from shardsmith.layout.capability import capability_faults
 from shardsmith.layout.shards import StageStates, stage_states
 from shardsmith.plan.batch import TOO_SMALL, batch_faults, batching
 from shardsmith.plan.setup import Setup
@@ -123,9 +123,6 @@ def order_faults(setup: Setup) -> list[Fault]:
 def schedule_faults(setup: Setup, microbatches: int) -> list[Fault]:
     """A schedule that does not exist, or forbids these numbers of pipeline ranks, stages and microbatches."""
     plan = setup.plan
-    missing = schedule_capability_faults(setup)
-    if missing:
-        return missing
     try:
         schedule = orders.load(plan.schedule)
     except Refused as refused:

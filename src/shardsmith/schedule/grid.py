@@ -16,6 +16,7 @@ its inputs have ended.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -72,11 +73,25 @@ def draw(order: Order, played: Played, unit: Fraction = Fraction(1), first: int 
     rows = []
     for actions in order.ranks:
         row = [IDLE] * (len(cuts) - 1)
-        for action in actions:
-            begin, end = column_at[int(played.start[action])], column_at[int(played.end[action])]
+        for action, begin, end in _cells(order, actions, played, column_at):
             row[begin:end] = [spell(action, order, first), *[GOES_ON] * (end - begin - 1)]
         rows.append(tuple(row))
     return Drawing(tuple(rows), unit if to_scale else None)
+
+
+def _cells(
+    order: Order, actions: tuple[Action, ...], played: Played, column_at: dict[int, int]
+) -> Iterator[tuple[Action, int, int]]:
+    """Each action with its first column and the one behind its last; the two of a pair share their columns."""
+    seconds = {b for a, b in pairwise(actions) if a in order.pairs}
+    for action, following in zip(actions, (*actions[1:], None), strict=True):
+        begin, end = column_at[int(played.start[action])], column_at[int(played.end[action])]
+        half = begin + max(1, (end - begin) // 3)
+        if action in order.pairs and following is not None:
+            yield action, begin, half
+            yield following, half, end
+        elif action not in seconds:
+            yield action, begin, end
 
 
 def spell(action: Action, order: Order, first: int = 0) -> str:
@@ -182,7 +197,12 @@ def parse(text: str, *, source: str) -> Grid:
         placement=tuple(rank for _, rank in sorted(placement.items())),
         ranks=tuple(map(tuple, actions)),
     )
-    return Grid(source=source, order=order, drawn=Played(start=start, end=end), first=first)
+    return Grid(
+        source=source,
+        order=order,
+        drawn=Played(start=start, end=end, busy=sum(cell.length for cell in cells)),
+        first=first,
+    )
 
 
 def _row(line: str, rank: int, where: str, faults: list[Fault]) -> list[Cell]:

@@ -42,12 +42,15 @@ class Order:
     """Per pipeline rank, the actions in the order in which it performs them.
 
     `ranks[p]` is the list of pipeline rank p; `placement[s]` is the pipeline rank that owns stage s.
+    `pairs` holds every F that runs together with the B behind it as one piece of work (an FB): both start
+    when the inputs of both are there, and both end together.
     """
 
     name: str
     microbatches: int
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
+    pairs: frozenset[Action] = frozenset()
 
     @property
     def pipeline(self) -> int:

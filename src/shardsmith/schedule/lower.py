@@ -114,8 +114,8 @@ def lower(order: Order, *, gather: Gather = "never", reduce_each: bool = False) 
     gaps: list[list[tuple[list[Transfer], list[Transfer]]]] = [
         [([], []) for _ in range(len(actions) + 1)] for actions in order.ranks
     ]
-    # A rank makes one thing at a time, so (end, rank) orders the transfers without ties.
-    for action in sorted(played.end, key=lambda a: (played.end[a], order.placement[a.stage])):
+    # A rank makes one thing at a time, or the two of a pair, which end together: F sorts behind B.
+    for action in sorted(played.end, key=lambda a: (played.end[a], order.placement[a.stage], a.kind)):
         transfer = transfer_of(action, order.placement)
         if transfer is not None:
             for rank, side in ((transfer.source, 0), (transfer.target, 1)):

@@ -15,20 +15,19 @@ UNIT: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """When each action starts and ends, in the unit of the lengths it was played with."""
+    """When each action starts and ends, in the unit of the lengths it was played with.
+
+    The two of a pair have the same start and end. `busy` is the time spent computing, summed over ranks.
+    """
 
     start: Mapping[Action, float]
     end: Mapping[Action, float]
+    busy: float
 
     @property
     def step_time(self) -> float:
         """End of the last action; the step starts at 0."""
         return max(self.end.values(), default=0)
-
-    @property
-    def busy(self) -> float:
-        """Time spent computing, summed over ranks."""
-        return sum(end - self.start[action] for action, end in self.end.items())
 
 
 def advance(order: Order, lengths: Mapping[Kind, float]) -> tuple[Played, tuple[int, ...]]:
@@ -44,22 +43,29 @@ def advance(order: Order, lengths: Mapping[Kind, float]) -> tuple[Played, tuple[
     free: list[float] = [0] * order.pipeline
     waiting: dict[Action, list[int]] = {}
     ready = deque(range(order.pipeline))
+    busy: float = 0
     while ready:
         rank = ready.popleft()
         actions = order.ranks[rank]
         while done[rank] < len(actions):
-            action = actions[done[rank]]
-            inputs = [([end[a] for a in one_of if a in end], one_of) for one_of in needs(action, order.stages)]
+            at = done[rank]
+            together = actions[at : at + 2] if actions[at] in order.pairs else actions[at : at + 1]
+            wanted = [one_of for action in together for one_of in needs(action, order.stages)]
+            inputs = [([end[a] for a in one_of if a in end], one_of) for one_of in wanted]
             missing = next((one_of for ends, one_of in inputs if not ends), ())
             if missing:
                 for alternative in missing:
                     waiting.setdefault(alternative, []).append(rank)
                 break
-            start[action] = max([free[rank], *(ends[0] for ends, _ in inputs)])
-            free[rank] = end[action] = start[action] + lengths[action.kind]
-            done[rank] += 1
-            ready.extend(waiting.pop(action, ()))
-    return Played(start=start, end=end), tuple(done)
+            begin = max([free[rank], *(ends[0] for ends, _ in inputs)])
+            length = sum(lengths[action.kind] for action in together)
+            free[rank] = begin + length
+            busy += length
+            for action in together:
+                start[action], end[action] = begin, free[rank]
+                ready.extend(waiting.pop(action, ()))
+            done[rank] += len(together)
+    return Played(start=start, end=end, busy=busy), tuple(done)
 
 
 def play(order: Order, lengths: Mapping[Kind, float] = UNIT) -> Played:

@@ -17,7 +17,7 @@ SIZES = Code(
 STAGES_PER_RANK = Code(
     code="S003",
     title="a number of stages per rank that this schedule does not have",
-    because="each schedule fixes how many stages a rank holds: GPipe and 1F1B one, interleaving at least two",
+    because="a schedule fixes how many stages a rank holds: GPipe, 1F1B, ZB-H1 one, V shapes two, loops two or more",
 )
 TIMES = Code(
     code="S004",
@@ -38,6 +38,11 @@ UNSTATED = Code(
     code="S007",
     title="pipeline or microbatches not stated",
     because="a named schedule is built for a number of pipeline ranks and of microbatches",
+)
+FEW_MICROBATCHES = Code(
+    code="S008",
+    title="too few microbatches for this schedule",
+    because="a schedule that pairs forwards with backwards has to be filled from both ends before it can begin",
 )
 
 WRONG_RANK = Code(
@@ -113,3 +118,32 @@ def one_stage_faults(*, schedule: str, stages_per_rank: int, source: str) -> lis
             hint="stages_per_rank = 1" + (", or schedule = interleaved" if stages_per_rank > 1 else ""),
         )
     ]
+
+
+def two_stage_faults(*, schedule: str, stages_per_rank: int, source: str) -> list[Fault]:
+    """The fault (S003) of asking a V-shaped schedule for anything but two stages per rank."""
+    if stages_per_rank == 2:
+        return []
+    return [
+        STAGES_PER_RANK.fault(
+            f"{schedule} holds two stages per rank, not {stages_per_rank}",
+            (source, f"stages_per_rank = {stages_per_rank}"),
+            (source, f"schedule = {schedule}"),
+            hint="stages_per_rank = 2",
+        )
+    ]
+
+
+def looped_faults(*, schedule: str, pipeline: int, microbatches: int, stages_per_rank: int, source: str) -> list[Fault]:
+    """What a looped schedule forbids: impossible sizes, and fewer than two stages per rank (S003)."""
+    found = size_faults(pipeline=pipeline, microbatches=microbatches, source=source)
+    if stages_per_rank < 2:
+        found.append(
+            STAGES_PER_RANK.fault(
+                f"{schedule} needs at least 2 stages per rank, not {stages_per_rank}",
+                (source, f"stages_per_rank = {stages_per_rank}"),
+                (source, f"schedule = {schedule}"),
+                hint="stages_per_rank = 2, or schedule = one_f_one_b (one stage per rank)",
+            )
+        )
+    return found

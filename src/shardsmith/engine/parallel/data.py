@@ -60,7 +60,8 @@ class Bucket:
         ranks, index = settings.shard.size, settings.shard.index
         shapes, device = [tuple(p.shape) for p in parameters], self.parameters[0].device
         self.packing = Packing(shapes=tuple(shapes), ranks=ranks)
-        self.waiting, self.flushed = 0, False
+        self.waiting: set[int] = set()
+        self.flushed = False
         self._pending: Tensor | None = None
         self._work: tuple[dist.Work | None, Tensor] | None = None
         if settings.stream:
@@ -205,7 +206,7 @@ class DataParallel:
         """Let the backward pass to come launch the reductions of buckets as they become complete."""
         self._armed = True
         for bucket in self.buckets:
-            bucket.waiting, bucket.flushed = len(bucket.parameters), False
+            bucket.waiting, bucket.flushed = set(range(len(bucket.parameters))), False
 
     def finish(self) -> None:
         """Flush every bucket that backward did not (a parameter without gradient counts as zero)."""
@@ -213,7 +214,7 @@ class DataParallel:
             for bucket in self.buckets:
                 bucket.flushed = False
         for bucket in self.buckets:
-            bucket.waiting = 0
+            bucket.waiting.clear()
         self._flush()
         self._armed = False
 
@@ -261,7 +262,8 @@ class DataParallel:
         """A gradient has arrived: move it where it belongs, and flush what is complete."""
         bucket, position = self._place[id(parameter)]
         gradient = parameter.grad
-        assert gradient is not None, "the hook follows the accumulation of a gradient"
+        if gradient is None:
+            return  # put off by a split backward: it comes with the W action
         if self.settings.stream:
             bucket.take(position, gradient)
             parameter.grad = None
@@ -269,12 +271,13 @@ class DataParallel:
             bucket.kept[position].add_(gradient)
             parameter.grad = None
         if self._armed:
-            bucket.waiting -= 1
+            # A set, not a count: autograd calls again for a gradient that was accumulated by the linear itself.
+            bucket.waiting.discard(position)
             self._flush()
 
     def _flush(self) -> None:
         for bucket in self.buckets:
-            if bucket.waiting > 0:
+            if bucket.waiting:
                 return
             if not bucket.flushed:
                 bucket.flush()

@@ -139,6 +139,7 @@ def _entered_backward(grad: Tensor, seam: Seam) -> Tensor:
 def _deferred(x: Tensor, grads: tuple[Tensor, ...], weights: list[Tensor], seam: Seam) -> Callable[[], None]:
     """The W action of one linear: needs its input and output gradients, never its weight."""
 
+    @torch.no_grad()
     def compute() -> None:
         full = _rows(_entered(x, seam, "backward"))
         for grad, weight in zip(grads, weights, strict=True):

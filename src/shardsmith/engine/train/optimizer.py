@@ -21,5 +21,5 @@ def make_optimizer(
     ]
     groups = [g for g in groups if g["params"]]
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=True)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)

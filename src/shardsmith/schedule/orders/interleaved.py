@@ -10,24 +10,20 @@ from __future__ import annotations
 from shardsmith.errors import Fault
 from shardsmith.schedule.closed_form import ClosedForm, Time
 from shardsmith.schedule.ir import Action, Kind, Order
-from shardsmith.schedule.rules import STAGES_PER_RANK, size_faults
+from shardsmith.schedule.rules import looped_faults
 
 DEFAULT_STAGES_PER_RANK = 2
 
 
 def faults(*, pipeline: int, microbatches: int, stages_per_rank: int, source: str) -> list[Fault]:
     """What interleaving forbids: fewer than two stages per rank."""
-    found = size_faults(pipeline=pipeline, microbatches=microbatches, source=source)
-    if stages_per_rank < 2:
-        found.append(
-            STAGES_PER_RANK.fault(
-                f"interleaved needs at least 2 stages per rank, not {stages_per_rank}",
-                (source, f"stages_per_rank = {stages_per_rank}"),
-                (source, "schedule = interleaved"),
-                hint="stages_per_rank = 2, or schedule = one_f_one_b (one stage per rank)",
-            )
-        )
-    return found
+    return looped_faults(
+        schedule="interleaved",
+        pipeline=pipeline,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        source=source,
+    )
 
 
 def placement(*, pipeline: int, stages_per_rank: int = DEFAULT_STAGES_PER_RANK) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""Event simulation of one training step: every rank, every lane, from given lengths."""

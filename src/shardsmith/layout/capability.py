@@ -21,7 +21,6 @@ PLAN_FIELDS: dict[str, tuple[Any, str]] = {
     "ulysses": (1, "exchanging heads for sequence in attention"),
     "expert": (1, "placing experts on different ranks"),
     "expert_tensor": (1, "splitting experts over ranks"),
-    "replicate_kv": (False, "copying key/value heads to more tensor ranks than there are heads"),
     "recompute": ("none", "computing activations a second time in the backward pass"),
     "overlap": ((), "running communication beside computation inside a layer"),
     "capacity_factor": (None, "limiting the tokens of an expert"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardsmith.layout.axes.data import (
     UnitUse,
@@ -16,7 +16,7 @@ from shardsmith.layout.facts import merged
 from shardsmith.layout.facts import ring_bytes as ring_bytes
 from shardsmith.layout.shards import TIED, Held, data_shard, stage_shards
 from shardsmith.plan.batch import batching
-from shardsmith.plan.mesh import Coord, mesh_of
+from shardsmith.plan.mesh import mesh_of
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import stages
@@ -51,7 +51,7 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
     found += data_collectives(setup, _shapes(tied), passes, streams=False)
     units += [UnitUse(shapes=tuple(shape for _, shape in _shapes(tied)), per_microbatch=tied_uses)] if tied else []
     found += weight_collectives(setup, units, passes)
-    found += partial_gradients(setup, _partial_elements(setup, [*held.values(), *tied.values()], coord))
+    found += partial_gradients(setup, [data_shard(h.shard, plan, coord) for h in (*held.values(), *tied.values())])
     found += pipeline_collectives(setup, every, coord.pipeline)
     # The copies are summed as they were accumulated, before anything is reduced over data ranks.
     summed = sum(h.shard.numel for h in tied.values()) * DTYPE_BYTES[kinds.grad]
@@ -90,8 +90,3 @@ def _units(setup: Setup, held: Mapping[str, Held]) -> list[UnitUse]:
     both_ends = setup.model.tied and {"embedding", "head"} <= by_place.keys() and TIED in held
     uses = {"embedding": 3 if both_ends else 1}
     return [UnitUse(shapes=tuple(shapes), per_microbatch=uses.get(place, 2)) for place, shapes in by_place.items()]
-
-
-def _partial_elements(setup: Setup, held: Sequence[Held], coord: Coord) -> int:
-    """Elements of this rank's rows of all gradients that are still to be summed over the tensor axis."""
-    return sum(data_shard(h.shard, setup.plan, coord).numel for h in held if h.shard.partial_over_tensor)

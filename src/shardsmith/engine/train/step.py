@@ -27,6 +27,7 @@ from shardsmith.engine.train.replicas import check_replicas
 from shardsmith.engine.train.scaler import LossScaler
 from shardsmith.engine.train.stage_work import StageWork
 from shardsmith.layout.axes.data import streams_gradients
+from shardsmith.layout.axes.tensor import kv_copies
 from shardsmith.layout.facts import Shard
 from shardsmith.layout.shards import data_shard, shard, stage_weights
 from shardsmith.plan.batch import batching
@@ -89,7 +90,8 @@ class Trainer:
         self.recorder = Recorder(rank)
         self._every = stages(setup.plan, setup.model)
         ends = (self._every[0].rank, self._every[-1].rank)
-        self.groups: Groups = make_groups(mesh, rank, self.recorder, ends=ends, timeout_s=timeout_s)
+        copies = kv_copies(setup.plan, setup.model)
+        self.groups: Groups = make_groups(mesh, rank, self.recorder, ends=ends, kv_copies=copies, timeout_s=timeout_s)
         self.weights: dict[str, Weight] = {}
         self.shards: dict[str, Shard] = {}
         self._drawn: dict[str, Tensor] = {}
@@ -126,7 +128,7 @@ class Trainer:
             return False
         if self.coord.shard and self.setup.plan.zero == 0:
             return False
-        if self.shards[name].tensor_dim is None and self.coord.tensor:
+        if (self.shards[name].tensor_dim is None and self.coord.tensor) or self.shards[name].copy:
             return False
         return name not in self._tied() or self.groups.tied.index == 0
 
@@ -139,6 +141,8 @@ class Trainer:
         check_replicas(compared, self.groups.data if whole else self.groups.replicate, "data-parallel replicas")
         replicated = {name: p for name, p in compared.items() if self.shards[name].tensor_dim is None}
         check_replicas(replicated, self.groups.tensor, "parameters replicated over the tensor axis")
+        copied = {name: p for name, p in compared.items() if self.shards[name].copy is not None}
+        check_replicas(copied, self.groups.kv_copy, "copies of key/value heads")
         tied = {name: compared[name] for name in self._tied()}
         check_replicas(tied, self.groups.tied, "the two copies of the tied embedding")
 
@@ -270,10 +274,11 @@ class Trainer:
         self.tied_data.finish()
         for data in self._all_data():
             data.wait()
-        partial = [
-            g for d in self._all_data() for n, g in d.shard_gradients.items() if self.shards[n].partial_over_tensor
-        ]
-        tensor_axis.sum_partial_gradients(partial, self.groups.tensor)
+        gradients = [(self.shards[n], g) for data in self._all_data() for n, g in data.shard_gradients.items()]
+        partial = [g for shard, g in gradients if shard.partial_over_tensor]
+        tensor_axis.sum_partial_gradients(partial, self.groups.tensor, "partial_gradients")
+        copied = [g for shard, g in gradients if shard.copy is not None]
+        tensor_axis.sum_partial_gradients(copied, self.groups.kv_copy, "kv_copies")
 
     def _summarise(self, microbatches: list[Microbatch]) -> StepResult:
         """Loss, norm and tokens of the whole step in one small collective over all ranks."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardsmith.engine.models.attention_mask import attention_mask
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
 from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
 from shardsmith.engine.runtime.units import OPEN_GATE
@@ -51,10 +52,10 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.o = Projection(spec.hidden, width, bias=spec.output_bias)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None, band_SS: Tensor | None) -> Tensor:
+    def forward(self, x_SBD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
         """[S, B, D] -> [S, B, D]; queries and keys are rotated by `rotation` where positions are rotary.
 
-        `band_SS` says which keys each query sees where that is fewer than all before it.
+        `mask` (see `attention_mask`) says who attends to whom; None is plain causal attention.
         """
         enter, exit_ = _sides(self.seam)
         q, k, v = linear(x_SBD, [self.q, self.k, self.v], enter, self.queue)
@@ -66,7 +67,7 @@ class Attention(nn.Module):
         q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
         out = F.scaled_dot_product_attention(
-            q_BHSE, k_BHSE, v_BHSE, attn_mask=band_SS, is_causal=band_SS is None, enable_gqa=grouped
+            q_BHSE, k_BHSE, v_BHSE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
         return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], exit_, self.queue)[0]
 
@@ -104,9 +105,9 @@ class Block(nn.Module):
         self.norm2 = _norm(spec)
         self.mlp = MLP(spec, queue)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None, band_SS: Tensor | None) -> Tensor:
-        """[S, B, D] -> [S, B, D]; `rotation` and `band_SS` as in `Attention`."""
-        x_SBD = x_SBD + self.attention(self.norm1(x_SBD), rotation, band_SS)
+    def forward(self, x_SBD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
+        """[S, B, D] -> [S, B, D]."""
+        x_SBD = x_SBD + self.attention(self.norm1(x_SBD), rotation, mask)
         out: Tensor = x_SBD + self.mlp(self.norm2(x_SBD))
         return out
 
@@ -140,11 +141,12 @@ class Stage(nn.Module):
         """The output head, which is the embedding itself where they are tied."""
         return self.embedding if self.spec.tied else self.head
 
-    def forward(self, x: Tensor, positions_SB: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions_SB: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         """Tokens [S, B] (first stage) or activations [S, B, D] -> activations, or logits [S, B, V] (last stage).
 
-        `positions_SB` are global positions [S, B or 1]. Under sequence parallelism activations between
-        blocks and stages hold this rank's part of S; logits always hold all of S.
+        `positions_SB` are positions [S, B or 1] in each token's document, `documents_BS` says which that is
+        (None: a sequence is one document). Under sequence parallelism activations between blocks and stages
+        hold this rank's part of S; positions, documents and logits always hold all of S.
         """
         if self.stage.embedding:
             with self.gate.forward_only("embedding"):
@@ -153,10 +155,12 @@ class Stage(nn.Module):
         if self.inverse is not None and self.stage.layers:
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
-        band_SS = window_band(positions_SB.shape[0], self.spec.window, positions_SB.device)
+        mask = attention_mask(
+            len(positions_SB), device=positions_SB.device, documents_BS=documents_BS, window=self.spec.window
+        )
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
             x = self.gate.enter(str(layer), x)
-            x = self.gate.leave(str(layer), block(x, rotation, band_SS))
+            x = self.gate.leave(str(layer), block(x, rotation, mask))
         if self.stage.head:
             x = self.final_norm(self.gate.enter("head", x))
             (x,) = linear(x, [self.head_table], self.head_seam, self.queue)  # type: ignore[list-item]
@@ -177,18 +181,6 @@ class Stage(nn.Module):
                 positions_SB = seam.group.part(positions_SB)
             x = x + F.embedding(positions_SB, self.position.weight)
         return x
-
-
-def window_band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which of S keys each of S queries sees, [S, S]: itself and the `window` - 1 before it.
-
-    None where the window leaves nothing out, so that attention keeps its causal kernel.
-    """
-    if window is None or window >= length:
-        return None
-    at = torch.arange(length, device=device)
-    back_SS = at[:, None] - at
-    return (back_SS >= 0) & (back_SS < window)
 
 
 def _sides(seam: Seam) -> tuple[Seam, Seam]:

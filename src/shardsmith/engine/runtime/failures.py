@@ -8,6 +8,7 @@ cause. So every failure has a kind: `cause` (it happened here), `waiting` (a wai
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -50,6 +51,9 @@ STEP_BACK_S = 3.0
 """A rank that failed through another one stays this long, so that the parent meets the cause first."""
 
 _OUTPUT_LINES = 10
+
+_stacks: int | None = None
+"""Descriptor of this rank's stack file."""
 
 _WAITING = ("timed out waiting", "timeout(ms)", "wait timeout", "collective operation timeout", "timed out after")
 _CONSEQUENCE = (
@@ -131,6 +135,7 @@ def prepare_rank(folder: Path, rank: int, *, keep_terminal: bool) -> None:
     SIGTERM and SIGINT end it at once, also inside native code, and leave its Python stack in `folder`; crashes do
     too. Output goes to `log_path(folder, rank)` unless `keep_terminal`.
     """
+    gc.freeze()  # a destructor of the parent's garbage may wait for a thread that only the parent has
     progress.start_notes(folder, rank)
     if not keep_terminal:
         sys.stdout.flush()
@@ -141,11 +146,24 @@ def prepare_rank(folder: Path, rank: int, *, keep_terminal: bool) -> None:
         # the parent's objects may point elsewhere (a test runner's capture); a rank writes to its own descriptors
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    stacks = os.open(_path(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    faulthandler.enable(file=stacks, all_threads=True)
+    global _stacks
+    _stacks = os.open(_path(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    faulthandler.enable(file=_stacks, all_threads=True)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-        faulthandler.register(number, file=stacks, all_threads=True, chain=True)
+        handle(number, signal.SIG_DFL)
+
+
+def handle(number: signal.Signals, handler: Any) -> Any:
+    """Let `handler` take a signal, as `signal.signal` does; returns the handler before.
+
+    In a prepared rank its Python stack is left in its folder all the same, before the handler runs.
+    """
+    if _stacks is not None:
+        faulthandler.unregister(number)  # puts back what was there when it was registered
+    before = signal.signal(number, handler)
+    if _stacks is not None:
+        faulthandler.register(number, file=_stacks, all_threads=True, chain=True)
+    return before
 
 
 def run_guarded(function: Callable[..., Any], args: Sequence[Any], folder: Path, rank: int) -> Any:

@@ -40,13 +40,19 @@ class StageWork:
         self.microbatches: list[Microbatch] = []
         self.tokens = 1.0
         self.loss_scale = 1.0
+        self.training = True
         self.loss_sums: dict[int, Tensor] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
-    def begin(self, microbatches: list[Microbatch], tokens: float, loss_scale: float) -> None:
-        """Take the microbatches of a step, the valid tokens of the step over all ranks, and the loss scale."""
-        self.microbatches, self.tokens, self.loss_scale = microbatches, tokens, loss_scale
+    def begin(
+        self, microbatches: list[Microbatch], tokens: float, loss_scale: float = 1.0, *, training: bool = True
+    ) -> None:
+        """Take the microbatches of a step, the valid tokens of the step over all ranks, and the loss scale.
+
+        Without `training` forwards keep nothing, and no backward may follow.
+        """
+        self.microbatches, self.tokens, self.loss_scale, self.training = microbatches, tokens, loss_scale, training
         self.loss_sums.clear()
 
     def before(self, action: Action, *, reduced: bool) -> None:
@@ -84,13 +90,15 @@ class StageWork:
         stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]
         entered = None
         if incoming is not None:
-            entered = incoming.detach().requires_grad_()
-        left = stage(batch.tokens.t() if entered is None else entered, batch.positions[:, None])
-        if stage.stage.head:
-            loss = stage.loss_sum(left, batch.labels.t())
-            self.loss_sums[action.microbatch] = loss.detach()
-            left = loss * (self.loss_scale / self.tokens)
-        self._live[action.stage, action.microbatch] = _Live(entered, left)
+            entered = incoming.detach().requires_grad_(self.training)
+        with torch.set_grad_enabled(self.training):
+            left = stage(batch.tokens.t() if entered is None else entered, batch.positions.t(), batch.documents)
+            if stage.stage.head:
+                loss = stage.loss_sum(left, batch.labels.t())
+                self.loss_sums[action.microbatch] = loss.detach()
+                left = loss * (self.loss_scale / self.tokens)
+        if self.training:
+            self._live[action.stage, action.microbatch] = _Live(entered, left)
         return None if stage.stage.head else left.detach()
 
     def _backward(self, action: Action, incoming: Tensor | None) -> Tensor | None:

@@ -20,7 +20,6 @@ from shardsmith.engine.runtime.groups import Groups, make_groups
 from shardsmith.engine.runtime.interpreter import Interpreter
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.runtime.units import Gate, Unit
-from shardsmith.engine.runtime.vocabulary import IGNORED
 from shardsmith.engine.train.norm import clip_factor, largest_entry, squared_norm
 from shardsmith.engine.train.optimizer import make_optimizer
 from shardsmith.engine.train.replicas import check_replicas
@@ -35,8 +34,9 @@ from shardsmith.plan.mesh import data_index, mesh_of
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stages
-from shardsmith.schedule.ir import Kind
-from shardsmith.schedule.lower import Payload, lower
+from shardsmith.schedule.forward import forward_only
+from shardsmith.schedule.ir import Kind, Order
+from shardsmith.schedule.lower import Gather, Payload, lower
 from shardsmith.schedule.orders import build
 from shardsmith.specs.job import Optimisation
 from shardsmith.specs.model import Weight
@@ -48,12 +48,17 @@ FIRST_LOSS_SCALE = 2.0**16
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step did, the same numbers on every rank; `skipped` if a gradient was not finite (float16)."""
+    """What one step did, the same numbers on every rank.
+
+    `skipped`: loss or gradient was not finite, so the parameters are those from before. `stop`: some rank
+    was asked to stop.
+    """
 
     loss: float
     grad_norm: float
     tokens: int
     skipped: bool = False
+    stop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +113,8 @@ class Trainer:
         self.scaler = LossScaler(scale=FIRST_LOSS_SCALE if half else 1.0, dynamic=half)
         self.work = StageWork(self.stages, self.data, self.recorder, pace)
         self._prepare_pipeline()
+        self.stopping = False
+        """Set to ask all ranks to stop after the step; see `StepResult.stop`."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by global name, each once, as the model computes with them."""
@@ -121,6 +128,10 @@ class Trainer:
                 first, *rest = self.shards[name].offsets
                 found[name] = Held(offsets=(first + data.offsets[name], *rest), parameter=parameter)
         return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's rows of all gradients, complete once a step's reductions are done."""
+        return {name: g for data in self._all_data() for name, g in data.shard_gradients.items()}
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the one that counts, saves or reports its rows of `name` (replicas: the first)."""
@@ -148,15 +159,7 @@ class Trainer:
 
     def move(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """`microbatches` on this rank's device."""
-        return [
-            replace(
-                m,
-                tokens=m.tokens.to(self.device),
-                labels=m.labels.to(self.device),
-                positions=m.positions.to(self.device),
-            )
-            for m in microbatches
-        ]
+        return [m.to(self.device) for m in microbatches]
 
     def step(self, microbatches: list[Microbatch]) -> StepResult:
         """Forward, backward, reductions, clipping and one optimiser step on this rank's `microbatches`."""
@@ -170,6 +173,15 @@ class Trainer:
         if not result.skipped:
             self._update(clip_factor(result.grad_norm, self.optimisation.clip) / self.work.loss_scale)
         return result
+
+    def evaluate(self, microbatches: list[Microbatch]) -> tuple[float, int]:
+        """Sum of the losses and number of targets of this rank's `microbatches`, by forward passes alone.
+
+        (0, 0) on all ranks but one of each data rank, so that sums over the world count everything once.
+        """
+        self.work.begin(microbatches, 1.0, training=False)
+        self.forward_interpreter.run(self.work, self.forward_wire)
+        return self._counted(microbatches)
 
     def _build(self, index: int, weights: tuple[Weight, ...], seed: int) -> Stage:
         plan, model = self.setup.plan, self.setup.model
@@ -245,11 +257,16 @@ class Trainer:
             microbatches=batching(plan, self.setup.workload).microbatches,
             stages_per_rank=plan.stages_per_rank,
         )
-        stream = streams_gradients(plan)
-        program = lower(order, gather=plan.zero_gather if plan.zero == 3 else "never", reduce_each=stream)
-        self.interpreter: Interpreter[Tensor] = Interpreter(program.ranks[self.coord.pipeline], order.stages)
+        self.interpreter, self.wire = self._program(order)
+        self.forward_interpreter, self.forward_wire = self._program(forward_only(order))
+
+    def _program(self, order: Order) -> tuple[Interpreter[Tensor], Wire]:
+        """What performs `order` on this rank, and its wire, which checks the messages of the first run."""
+        plan = self.setup.plan
+        gather: Gather = plan.zero_gather if plan.zero == 3 else "never"
+        steps = lower(order, gather=gather, reduce_each=streams_gradients(plan)).ranks[self.coord.pipeline]
         wires = {Payload.ACTIVATION: self.groups.forward, Payload.GRADIENT: self.groups.backward}
-        self.wire = Wire(wires, self._message_shape, self.dtype, self.device)
+        return Interpreter(steps, order.stages), Wire(wires, self._message_shape, self.dtype, self.device)
 
     def _all_data(self) -> list[DataParallel]:
         return [*self.data.values(), self.tied_data]
@@ -274,7 +291,7 @@ class Trainer:
         self.tied_data.finish()
         for data in self._all_data():
             data.wait()
-        gradients = [(self.shards[n], g) for data in self._all_data() for n, g in data.shard_gradients.items()]
+        gradients = [(self.shards[name], g) for name, g in self.gradients().items()]
         partial = [g for shard, g in gradients if shard.partial_over_tensor]
         tensor_axis.sum_partial_gradients(partial, self.groups.tensor, "partial_gradients")
         copied = [g for shard, g in gradients if shard.copy is not None]
@@ -282,27 +299,34 @@ class Trainer:
 
     def _summarise(self, microbatches: list[Microbatch]) -> StepResult:
         """Loss, norm and tokens of the whole step in one small collective over all ranks."""
-        counted = [g for d in self._all_data() for n, g in d.shard_gradients.items() if self.owns(n)]
-        loss, tokens = 0.0, 0
-        if self.work.loss_sums and self.coord.tensor == 0 and self.coord.context == 0:
-            loss = float(torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum())
-            tokens = _valid_tokens(microbatches)
-        mine = torch.tensor([0.0, loss, float(tokens)], dtype=torch.float64, device=self.device)
+        counted = [g for name, g in self.gradients().items() if self.owns(name)]
+        loss, tokens = self._counted(microbatches)
+        mine = torch.tensor([0.0, loss, float(tokens), self.stopping], dtype=torch.float64, device=self.device)
         mine[0] = squared_norm(counted)
-        square, loss, count = self.groups.world.all_reduce(mine, "step_summary").tolist()
+        square, loss, count, stop = self.groups.world.all_reduce(mine, "step_summary").tolist()
         norm = square**0.5
         if self.optimisation.norm == "max":
             largest = largest_entry(counted).to(self.device)
             norm = self.groups.world.all_reduce(largest, "largest_gradient", dist.ReduceOp.MAX).item()
-        norm /= self.work.loss_scale
-        skipped = self.scaler.dynamic and not math.isfinite(norm)
-        return StepResult(loss=loss / max(1.0, count), grad_norm=norm, tokens=int(count), skipped=skipped)
+        return StepResult(
+            loss=loss / max(1.0, count),
+            grad_norm=norm / self.work.loss_scale,
+            tokens=int(count),
+            skipped=not (math.isfinite(loss) and math.isfinite(square)),
+            stop=stop > 0,
+        )
+
+    def _counted(self, microbatches: list[Microbatch]) -> tuple[float, int]:
+        """Losses and targets that this rank has to report; (0, 0) where another rank reports them."""
+        if not self.work.loss_sums or self.coord.tensor or self.coord.context:
+            return 0.0, 0
+        loss = torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum()
+        return float(loss), _valid_tokens(microbatches)
 
     def _update(self, factor: float) -> None:
         """Scale all gradients by `factor`, let the optimiser work on this rank's rows, and spread the result."""
         if factor != 1.0:
-            gradients = [g for data in self._all_data() for g in data.shard_gradients.values()]
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(list(self.gradients().values()), factor)
         for data in self._all_data():
             data.hand_over()
         self.optimizer.step()
@@ -321,4 +345,4 @@ def _places(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
 
 
 def _valid_tokens(microbatches: list[Microbatch]) -> int:
-    return sum(int((m.labels != IGNORED).sum()) for m in microbatches)
+    return sum(m.targets for m in microbatches)

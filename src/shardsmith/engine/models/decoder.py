@@ -25,7 +25,8 @@ Rotation = tuple[Tensor, Tensor]
 class Table(nn.Module):
     """Holder of a table [rows, D]: token embedding, position embedding or output head.
 
-    `first` is the index of its first row in the full table, `split` whether other ranks hold other rows.
+    `first` is the index of its first row in the full table, `split` whether other ranks hold other rows,
+    `shared` whether it serves as embedding and as head of one stage (see `Projection`).
     """
 
     def __init__(self, rows: int, hidden: int) -> None:
@@ -33,7 +34,7 @@ class Table(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden))
         self.bias = None
         self.first = 0
-        self.split = False
+        self.split = self.shared = False
 
 
 class Attention(nn.Module):
@@ -110,6 +111,7 @@ class Stage(nn.Module):
         self.embedding_seam = self.head_seam = OPEN
         if stage.embedding or (stage.head and spec.tied):
             self.embedding = Table(spec.vocab, spec.hidden)
+            self.embedding.shared = stage.embedding and stage.head and spec.tied
         if stage.embedding and spec.positions == "learned":
             self.position = Table(spec.context, spec.hidden)
         self.layers = nn.ModuleDict({str(i): Block(spec, self.queue) for i in stage.layers})

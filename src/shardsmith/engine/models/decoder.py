@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, rotate, rotations
 from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
@@ -170,5 +171,5 @@ def _sides(seam: Seam) -> tuple[Seam, Seam]:
 
 def _norm(spec: ModelSpec) -> nn.Module:
     if spec.norm == "rmsnorm":
-        return nn.RMSNorm(spec.hidden, spec.norm_eps)
+        return RMSNorm(spec.hidden, spec.norm_eps)
     return nn.LayerNorm(spec.hidden, spec.norm_eps)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardsmith.engine.models.attention_mask import attention_mask
+from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
 from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
 from shardsmith.engine.runtime.units import OPEN_GATE
@@ -27,7 +28,8 @@ Rotation = tuple[Tensor, Tensor]
 class Table(nn.Module):
     """Holder of a table [rows, D]: token embedding, position embedding or output head.
 
-    `first` is the index of its first row in the full table, `split` whether other ranks hold other rows.
+    `first` is the index of its first row in the full table, `split` whether other ranks hold other rows,
+    `shared` whether it serves as embedding and as head of one stage (see `Projection`).
     """
 
     def __init__(self, rows: int, hidden: int) -> None:
@@ -35,7 +37,7 @@ class Table(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden))
         self.bias = None
         self.first = 0
-        self.split = False
+        self.split = self.shared = False
 
 
 class Attention(nn.Module):
@@ -48,8 +50,8 @@ class Attention(nn.Module):
         self.q = Projection(width, spec.hidden, bias=spec.attention_bias)
         self.k = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
         self.v = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
-        self.q_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.o = Projection(spec.hidden, width, bias=spec.output_bias)
 
     def forward(self, x_SBD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
@@ -123,6 +125,7 @@ class Stage(nn.Module):
         self.gate = OPEN_GATE
         if stage.embedding or (stage.head and spec.tied):
             self.embedding = Table(spec.vocab, spec.hidden)
+            self.embedding.shared = stage.embedding and stage.head and spec.tied
         if stage.embedding and spec.positions == "learned":
             self.position = Table(spec.context, spec.hidden)
         self.layers = nn.ModuleDict({str(i): Block(spec, self.queue) for i in stage.layers})
@@ -190,5 +193,5 @@ def _sides(seam: Seam) -> tuple[Seam, Seam]:
 
 def _norm(spec: ModelSpec) -> nn.Module:
     if spec.norm == "rmsnorm":
-        return nn.RMSNorm(spec.hidden, spec.norm_eps)
+        return RMSNorm(spec.hidden, spec.norm_eps)
     return nn.LayerNorm(spec.hidden, spec.norm_eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,34 @@ def rotations(
 
 def rotate(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the channel pairs (i, i + head_dim/2) of every head by the angle of its position."""
-    low, high = x_SBHE.chunk(2, -1)
-    return x_SBHE * cos + torch.cat((-high, low), -1) * sin
+    if torch.compiler.is_compiling():
+        low, high = x_SBHE.chunk(2, -1)
+        return x_SBHE * cos + torch.cat((-high, low), -1) * sin
+    out: Tensor = _Rotate.apply(x_SBHE, cos, sin)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """Two passes over memory either way; a rotation's gradient is rotated back, and nothing of x is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1.0), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """`x` rotated forwards or backwards, contiguous; both halves of `cos` and `sin` are alike."""
+    half = x.shape[-1] // 2
+    out = torch.mul(x, cos, out=x.new_empty(x.shape))
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    return out
 
 
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:

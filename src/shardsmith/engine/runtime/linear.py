@@ -57,10 +57,15 @@ class WeightQueue:
 
 
 class Projection(nn.Module):
-    """Holder of one matrix [O, I] and an optional bias [O]; `linear` does the work."""
+    """Holder of one matrix [O, I] and an optional bias [O]; `linear` does the work.
+
+    `shared` says that the matrix has a second use in the same backward pass: then autograd must sum the two
+    gradients, so that hooks fire once.
+    """
 
     def __init__(self, rows: int, columns: int, *, bias: bool) -> None:
         super().__init__()
+        self.shared = False
         self.weight = nn.Parameter(torch.empty(rows, columns))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
@@ -69,14 +74,16 @@ def linear(x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQu
     """Outputs of all `projections` of one input `x` [S, B, I], entered and left through `seam`.
 
     One collective serves them all. A row-parallel projection (`leave` set) stands alone, and its bias is
-    added once, after the sum over ranks.
+    added once, after the sum over ranks. Weight gradients are added to `.grad` in place by the backward pass
+    itself, which fires the parameters' hooks; a compiled block leaves that to autograd.
     """
     weights = [p.weight for p in projections]
     biases = [p.bias for p in projections]
+    holders = None if torch.compiler.is_compiling() else projections
     if seam.leave == "none":
-        return list(_Linear.apply(x, seam, queue, len(weights), *weights, *biases))
+        return list(_Linear.apply(x, seam, queue, holders, len(weights), *weights, *biases))
     assert len(projections) == 1, "only one projection can leave through a reducing seam"
-    (partial,) = _Linear.apply(x, seam, queue, 1, weights[0], None)
+    (partial,) = _Linear.apply(x, seam, queue, holders, 1, weights[0], None)
     out = leave(partial, seam)
     return [out if biases[0] is None else out + biases[0]]
 
@@ -92,10 +99,16 @@ def leave(partial: Tensor, seam: Seam) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, seam: Seam, queue: WeightQueue | None, count: int, *tensors: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        seam: Seam,
+        queue: WeightQueue | None,
+        holders: list[Projection] | None,
+        count: int,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[:count], tensors[count:]
-        ctx.seam, ctx.queue, ctx.count = seam, queue, count
+        ctx.seam, ctx.queue, ctx.holders, ctx.count = seam, queue, holders, count
         ctx.has_bias = [b is not None for b in biases]
         ctx.save_for_backward(x, *weights)
         full = _entered(x, seam, "forward")
@@ -104,22 +117,34 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        seam: Seam = ctx.seam
+        rows = [_rows(g) for g in grads]
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.matmul(grads[0], weights[0])
-            for g, w in zip(grads[1:], weights[1:], strict=True):
-                grad_x = torch.addmm(_rows(grad_x), _rows(g), w).view(grad_x.shape)
-            grad_x = _entered_backward(grad_x, seam)
-        nothing = (None,) * ctx.count
-        if ctx.queue is not None and ctx.queue.deferring:
-            ctx.queue.pending.append(_deferred(x, grads, weights, seam))
-            grad_w: tuple[Tensor | None, ...] = nothing
-        else:
-            full = _rows(_entered(x, seam, "backward"))
-            grad_w = tuple(_rows(g).t().matmul(full) for g in grads)
-        grad_b = tuple(_rows(g).sum(0) if has else None for g, has in zip(grads, ctx.has_bias, strict=True))
-        return (grad_x, None, None, None, *grad_w, *grad_b)
+            flat = torch.matmul(rows[0], weights[0])
+            for g, w in zip(rows[1:], weights[1:], strict=True):
+                flat.addmm_(g, w)
+            grad_x = _entered_backward(flat.view(*grads[0].shape[:-1], -1), ctx.seam)
+        grad_w = _weight_gradients(ctx, x, rows)
+        grad_b = tuple(g.sum(0) if has else None for g, has in zip(rows, ctx.has_bias, strict=True))
+        return (grad_x, None, None, None, None, *grad_w, *grad_b)
+
+
+def _weight_gradients(ctx: Any, x: Tensor, rows: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Weight gradients for autograd, or None for each where they are added in place, now or by the W action."""
+    nothing: tuple[None, ...] = (None,) * ctx.count
+    if not any(ctx.needs_input_grad[5 : 5 + ctx.count]):
+        return nothing
+    deferring = ctx.queue is not None and ctx.queue.deferring
+    if ctx.holders is None or (any(h.shared for h in ctx.holders) and not deferring):
+        assert not deferring, "a compiled block has no separate weight gradients"
+        full = _rows(_entered(x, ctx.seam, "backward"))
+        return tuple(g.t().matmul(full) for g in rows)
+    compute = _accumulation(x, rows, [h.weight for h in ctx.holders], ctx.seam)
+    if deferring:
+        ctx.queue.pending.append(compute)
+    else:
+        compute()
+    return nothing
 
 
 def _entered(x: Tensor, seam: Seam, phase: str) -> Tensor:
@@ -136,24 +161,24 @@ def _entered_backward(grad: Tensor, seam: Seam) -> Tensor:
     return seam.group.all_reduce(grad.contiguous(), f"{seam.place}_backward")
 
 
-def _deferred(x: Tensor, grads: tuple[Tensor, ...], weights: list[Tensor], seam: Seam) -> Callable[[], None]:
-    """The W action of one linear: needs its input and output gradients, never its weight."""
+def _accumulation(x: Tensor, rows: list[Tensor], parameters: list[nn.Parameter], seam: Seam) -> Callable[[], None]:
+    """The weight gradients of one linear: needs its input and output gradients, never the weights' values."""
 
     @torch.no_grad()
     def compute() -> None:
         full = _rows(_entered(x, seam, "backward"))
-        for grad, weight in zip(grads, weights, strict=True):
-            accumulate(weight, _rows(grad).t().matmul(full))
+        for grad, parameter in zip(rows, parameters, strict=True):
+            accumulate(parameter, grad, full)
 
     return compute
 
 
-def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add `gradient` to `parameter.grad` outside autograd and fire the parameter's hooks as autograd would."""
+def accumulate(parameter: nn.Parameter, grad_NO: Tensor, input_NI: Tensor) -> None:
+    """Add grad^T input to `parameter.grad` [O, I] without a temporary, and fire the hooks that autograd would fire."""
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = grad_NO.t().matmul(input_NI)
     else:
-        parameter.grad.add_(gradient)
+        parameter.grad.addmm_(grad_NO.t(), input_NI)
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)
 

@@ -35,7 +35,8 @@ def look_up(tokens_SB: Tensor, weight_VD: Tensor, first: int, *, split: bool) ->
 def token_losses(logits_NV: Tensor, labels_N: Tensor, first: int, group: Group | None) -> Tensor:
     """Cross-entropy of each of N tokens, 0 where the label is IGNORED, in float32 or wider.
 
-    Two small collectives: the maximum logit, then exponential sum and target logit stacked.
+    Two small collectives: the maximum logit, then exponential sum and target logit stacked. Logits that are
+    float32 or wider are overwritten: they become what the backward pass needs.
     """
     out: Tensor = _TokenLosses.apply(logits_NV, labels_N, first, group)
     return out
@@ -44,7 +45,7 @@ def token_losses(logits_NV: Tensor, labels_N: Tensor, first: int, group: Group |
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: Group | None) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         rows = logits.shape[1]
         counts = labels != IGNORED
         if rows:
@@ -53,22 +54,24 @@ class _TokenLosses(torch.autograd.Function):
             peak = logits.new_full(labels.shape, -torch.inf)
         if group is not None:
             group.all_reduce(peak, "loss_max", dist.ReduceOp.MAX)
-        exp = (logits - peak[:, None]).exp_()
         local = labels - first
         here = (local >= 0) & (local < rows) & counts
         local = local.masked_fill(~here, 0)
         target = torch.zeros_like(peak)
         if rows:
             target = torch.where(here, logits.gather(1, local[:, None])[:, 0], target)
+        exp = logits.sub_(peak[:, None]).exp_()
         sums = torch.stack([exp.sum(-1), target])
         if group is not None:
             group.all_reduce(sums, "loss_sums")
-        ctx.save_for_backward(exp.div_(sums[0][:, None]), local, here, counts)
+        ctx.save_for_backward(exp, sums[0], local, here, counts)
         return torch.where(counts, sums[0].log() + peak - sums[1], torch.zeros_like(peak))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        probability, local, here, counts = ctx.saved_tensors
-        if probability.shape[1]:
-            probability.scatter_add_(1, local[:, None], -here.to(probability.dtype)[:, None])
-        return probability.mul_((grad * counts)[:, None]), None, None, None
+        exp, total, local, here, counts = ctx.saved_tensors
+        grad = grad * counts
+        grad_logits = exp.mul_((grad / total)[:, None])
+        if exp.shape[1]:
+            grad_logits.scatter_add_(1, local[:, None], (-grad * here)[:, None])
+        return grad_logits, None, None, None

@@ -102,7 +102,7 @@ class ToyStage(nn.Module):
             else:
                 setattr(self, name, parameter)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *around: object) -> Tensor:
         """Tokens [S, B] or values [S, B, 1] -> values [S, B, 1]."""
         entered = x.double()[..., None] if self.stage.embedding else x
         return self.toy.value(dict(self.named_parameters()), entered)

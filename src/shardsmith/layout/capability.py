@@ -21,10 +21,8 @@ PLAN_FIELDS: dict[str, tuple[Any, str]] = {
     "ulysses": (1, "exchanging heads for sequence in attention"),
     "expert": (1, "placing experts on different ranks"),
     "expert_tensor": (1, "splitting experts over ranks"),
-    "recompute": ("none", "computing activations a second time in the backward pass"),
     "overlap": ((), "running communication beside computation inside a layer"),
     "capacity_factor": (None, "limiting the tokens of an expert"),
-    "compile": (False, "compiling blocks"),
 }
 """Plan fields of which only one value is built: that value, and what any other would be."""
 

@@ -53,6 +53,7 @@ class Plan:
     overlap: tuple[Overlap, ...] = ()
     capacity_factor: float | None = None
     compile: bool = False
+    loss_chunk: int | None = None
 
     @property
     def world(self) -> int:

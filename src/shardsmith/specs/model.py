@@ -55,7 +55,8 @@ class ModelSpec:
     sequence that positions are defined for. `vocab` is the logical vocabulary, never padded. A query sees the
     last `window` keys, its own included (None: all before it). `qk_norm` normalises every head of queries and
     keys before they are rotated, all heads with the same gain. `attention_bias` is that of q, k and v,
-    `output_bias` that of o.
+    `output_bias` that of o. In training `dropout` is the share of elements dropped behind the embedding and behind
+    each half of a block, `attention_dropout` that of attention probabilities.
     """
 
     name: str
@@ -80,6 +81,8 @@ class ModelSpec:
     mlp_bias: bool = False
     tied: bool = False
     init_std: float = 0.02
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     @property
     def gated(self) -> bool:

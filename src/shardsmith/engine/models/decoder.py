@@ -7,22 +7,48 @@ Activations are sequence first, [S, B, D], so that splitting the sequence is spl
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardsmith.engine.models.activation import swiglu
 from shardsmith.engine.models.attention_mask import attention_mask
 from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
 from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
+from shardsmith.engine.runtime.noise import Noise
+from shardsmith.engine.runtime.recompute import Cookbook, full, plain
 from shardsmith.engine.runtime.units import OPEN_GATE
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
+from shardsmith.engine.runtime.vocabulary_chunks import chunked_loss_sum
 from shardsmith.plan.stages import Stage as StageSpec
 from shardsmith.specs.model import ModelSpec
 
-Rotation = tuple[Tensor, Tensor]
+Recompute = Literal["none", "selective", "full"]
+GELU: dict[str, Callable[..., Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a block needs beside its input, the same for all blocks of a pass.
+
+    `rotation`: cosines and sines of the positions where they are rotary. `mask`: who attends to whom (see
+    `attention_mask`), None for plain causal attention. `noise`: dropout masks, None where nothing is dropped.
+    `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
+    """
+
+    rotation: tuple[Tensor, Tensor] | None = None
+    mask: Tensor | None = None
+    noise: Noise | None = None
+    cheap: Callable[..., Tensor] = plain
 
 
 class Table(nn.Module):
@@ -43,9 +69,10 @@ class Table(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; the number of heads follows from the weights held."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
         super().__init__()
         self.head_dim, self.queue, self.seam = spec.head_dim, queue, OPEN
+        self.layer, self.dropout = layer, spec.attention_dropout
         width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q = Projection(width, spec.hidden, bias=spec.attention_bias)
         self.k = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
@@ -54,24 +81,38 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.o = Projection(spec.hidden, width, bias=spec.output_bias)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
-        """[S, B, D] -> [S, B, D]; queries and keys are rotated by `rotation` where positions are rotary.
-
-        `mask` (see `attention_mask`) says who attends to whom; None is plain causal attention.
-        """
+    def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
+        """[S, B, D] -> [S, B, D]."""
         enter, exit_ = _sides(self.seam)
         q, k, v = linear(x_SBD, [self.q, self.k, self.v], enter, self.queue)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if around.rotation is not None:
+            q, k = rotate(q, *around.rotation), rotate(k, *around.rotation)
         q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
-        out = F.scaled_dot_product_attention(
-            q_BHSE, k_BHSE, v_BHSE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
+        if around.noise is not None and self.dropout:
+            out = self._dropping(q_BHSE, k_BHSE, v_BHSE, around.mask, around.noise)
+        else:
+            grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
+            causal = around.mask is None
+            out = F.scaled_dot_product_attention(
+                q_BHSE, k_BHSE, v_BHSE, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped
+            )
         return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], exit_, self.queue)[0]
+
+    def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
+        """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
+        heads, length = q.shape[1], q.shape[2]
+        k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+        if mask is None:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        scores = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
+        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        first = self.seam.group.index * heads if self.seam.group is not None else 0
+        keep = noise.attention(range(first, first + heads), length, self.dropout, self.layer)
+        out: Tensor = (shares * keep.to(device=q.device, dtype=q.dtype)) @ v
+        return out
 
 
 class MLP(nn.Module):
@@ -85,33 +126,40 @@ class MLP(nn.Module):
         self.up = Projection(spec.ffn, spec.hidden, bias=spec.mlp_bias)
         self.down = Projection(spec.hidden, spec.ffn, bias=spec.mlp_bias)
 
-    def forward(self, x_SBD: Tensor) -> Tensor:
+    def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
         enter, exit_ = _sides(self.seam)
         if self.activation == "swiglu":
             gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue)
-            inner = F.silu(gate) * up
+            inner = around.cheap(swiglu, gate, up)
         else:
             (up,) = linear(x_SBD, [self.up], enter, self.queue)
-            inner = F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            inner = around.cheap(GELU[self.activation], up)
         return linear(inner, [self.down], exit_, self.queue)[0]
 
 
 class Block(nn.Module):
     """One transformer layer, pre-norm, with two residual additions."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
         super().__init__()
+        self.layer, self.dropout = layer, spec.dropout
         self.norm1 = _norm(spec)
-        self.attention = Attention(spec, queue)
+        self.attention = Attention(spec, queue, layer)
         self.norm2 = _norm(spec)
         self.mlp = MLP(spec, queue)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        x_SBD = x_SBD + self.attention(self.norm1(x_SBD), rotation, mask)
-        out: Tensor = x_SBD + self.mlp(self.norm2(x_SBD))
+        attended = self.attention(around.cheap(self.norm1, x_SBD), around)
+        x_SBD = x_SBD + self._dropped(attended, around, "attention")
+        out: Tensor = x_SBD + self._dropped(self.mlp(around.cheap(self.norm2, x_SBD), around), around, "mlp")
         return out
+
+    def _dropped(self, x_SBD: Tensor, around: Surroundings, site: str) -> Tensor:
+        if around.noise is None:
+            return x_SBD
+        return around.noise.drop(x_SBD, self.dropout, self.layer, site, _first_row(x_SBD, self.mlp.seam))
 
 
 class Stage(nn.Module):
@@ -123,12 +171,14 @@ class Stage(nn.Module):
         self.queue = WeightQueue()
         self.embedding_seam = self.head_seam = OPEN
         self.gate = OPEN_GATE
+        self.recompute: Recompute = "none"
+        self.loss_chunk: int | None = None
         if stage.embedding or (stage.head and spec.tied):
             self.embedding = Table(spec.vocab, spec.hidden)
             self.embedding.shared = stage.embedding and stage.head and spec.tied
         if stage.embedding and spec.positions == "learned":
             self.position = Table(spec.context, spec.hidden)
-        self.layers = nn.ModuleDict({str(i): Block(spec, self.queue) for i in stage.layers})
+        self.layers = nn.ModuleDict({str(i): Block(spec, self.queue, i) for i in stage.layers})
         if stage.head:
             self.final_norm = _norm(spec)
             if not spec.tied:
@@ -144,16 +194,25 @@ class Stage(nn.Module):
         """The output head, which is the embedding itself where they are tied."""
         return self.embedding if self.spec.tied else self.head
 
-    def forward(self, x: Tensor, positions_SB: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions_SB: Tensor,
+        documents_BS: Tensor | None = None,
+        noise: Noise | None = None,
+    ) -> Tensor:
         """Tokens [S, B] (first stage) or activations [S, B, D] -> activations, or logits [S, B, V] (last stage).
 
+        With `loss_chunk` the last stage stops short of its logits, and `loss_sum` makes them chunk by chunk.
         `positions_SB` are positions [S, B or 1] in each token's document, `documents_BS` says which that is
         (None: a sequence is one document). Under sequence parallelism activations between blocks and stages
         hold this rank's part of S; positions, documents and logits always hold all of S.
         """
+        if noise is not None and not (self.spec.dropout or self.spec.attention_dropout):
+            noise = None
         if self.stage.embedding:
             with self.gate.forward_only("embedding"):
-                x = self._embed(x, positions_SB)
+                x = self._embed(x, positions_SB, noise)
         rotation = None
         if self.inverse is not None and self.stage.layers:
             inverse = self.inverse.to(positions_SB.device)
@@ -161,29 +220,55 @@ class Stage(nn.Module):
         mask = attention_mask(
             len(positions_SB), device=positions_SB.device, documents_BS=documents_BS, window=self.spec.window
         )
+        around = Surroundings(rotation=rotation, mask=mask, noise=noise)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
-            x = self.gate.enter(str(layer), x)
-            x = self.gate.leave(str(layer), block(x, rotation, mask))
+            x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
         if self.stage.head:
             x = self.final_norm(self.gate.enter("head", x))
-            (x,) = linear(x, [self.head_table], self.head_seam, self.queue)  # type: ignore[list-item]
-            x = self.gate.leave("head", x)
+            if self.loss_chunk is None:
+                (x,) = linear(x, [self.head_table], self.head_seam, self.queue)  # type: ignore[list-item]
+                x = self.gate.leave("head", x)
         return x
 
-    def loss_sum(self, logits_SBV: Tensor, labels_SB: Tensor) -> Tensor:
-        """Sum of the cross-entropies of all tokens whose label is not ignored (a scalar, float32 or wider)."""
-        table = self.head_table
-        group = self.head_seam.group if table.split else None
-        return token_losses(logits_SBV.flatten(0, 1), labels_SB.flatten(), table.first, group).sum()
+    def loss_sum(self, left: Tensor, labels_SB: Tensor) -> Tensor:
+        """Sum of the cross-entropies of all tokens whose label is not ignored (a scalar, float32 or wider).
 
-    def _embed(self, tokens_SB: Tensor, positions_SB: Tensor) -> Tensor:
+        `left` is what `forward` gave: logits [S, B, V], or with `loss_chunk` the input of the head [S, B, D].
+        """
+        table = self.head_table
+        if self.loss_chunk is not None:
+            return self.gate.leave(
+                "head",
+                chunked_loss_sum(left, table, labels_SB, seam=self.head_seam, queue=self.queue, chunk=self.loss_chunk),
+            )
+        group = self.head_seam.group if table.split else None
+        return token_losses(left.flatten(0, 1), labels_SB.flatten(), table.first, group).sum()
+
+    def _run(self, block: Block, x_SBD: Tensor, around: Surroundings) -> Tensor:
+        """One block, its activations kept or not."""
+        if self.recompute == "full":
+            return full(block, x_SBD, around)
+        if self.recompute == "none":
+            return cast(Tensor, block(x_SBD, around))
+        cookbook = Cookbook()
+        with cookbook.open():
+            return cast(Tensor, block(x_SBD, replace(around, cheap=cookbook.cheap)))
+
+    def _embed(self, tokens_SB: Tensor, positions_SB: Tensor, noise: Noise | None) -> Tensor:
         table, seam = self.embedding, self.embedding_seam
         x = leave(look_up(tokens_SB, table.weight, table.first, split=table.split), seam)
         if self.spec.positions == "learned":
             if seam.leave == "scatter" and seam.group is not None:
                 positions_SB = seam.group.part(positions_SB)
             x = x + F.embedding(positions_SB, self.position.weight)
+        if noise is not None:
+            x = noise.drop(x, self.spec.dropout, -1, "embedding", _first_row(x, seam))
         return x
+
+
+def _first_row(x_SBD: Tensor, seam: Seam) -> int:
+    """The place in the sequence of the first row of activations between blocks."""
+    return seam.group.index * x_SBD.shape[0] if seam.leave == "scatter" and seam.group is not None else 0
 
 
 def _sides(seam: Seam) -> tuple[Seam, Seam]:

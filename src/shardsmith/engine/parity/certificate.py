@@ -20,6 +20,9 @@ from shardsmith.specs.model import weights
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 """Largest relative error that counts as equal, by compute dtype."""
 
+COMPILE_BACKEND = "aot_eager"
+"""Blocks of a plan with `compile` are traced and differentiated ahead of time, but their operators run as they are."""
+
 SGD = Optimisation(optimizer="sgd", lr=1.0, weight_decay=0.01, clip=0.1)
 """Plain SGD, so that a constant factor in a gradient shows, with a clip low enough to be always at work."""
 
@@ -179,7 +182,7 @@ class _Part:
 
 def _rank(setup: Setup, steps: int, seed: int, packed: bool) -> _Part:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    trainer = Trainer(setup, SGD, rank=rank, seed=seed, device=torch.device("cpu"))
+    trainer = Trainer(setup, SGD, rank=rank, seed=seed, device=torch.device("cpu"), compile_backend=COMPILE_BACKEND)
     batches = _batches(setup, seed, packed)
     results = []
     gradients: dict[str, tuple[tuple[int, ...], Any]] = {}

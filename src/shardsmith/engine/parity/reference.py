@@ -17,6 +17,7 @@ from torch import Tensor
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.whole import whole_model
+from shardsmith.engine.runtime.noise import Noise
 from shardsmith.engine.runtime.vocabulary import IGNORED
 from shardsmith.engine.train.optimizer import make_optimizer
 from shardsmith.specs.job import Optimisation
@@ -45,9 +46,9 @@ def run_reference(
     losses, norms = [], []
     kind = 2.0 if optimisation.norm == "l2" else float("inf")
     gradients: Arrays = {}
-    for batch in batches:
+    for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        losses.append(_accumulate(module, batch))
+        losses.append(_accumulate(module, batch, seed, step))
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), optimisation.clip or float("inf"), kind)
         norms.append(float(norm))
         gradients = gradients or {name: _array(p.grad) for name, p in parameters.items() if p.grad is not None}
@@ -56,12 +57,13 @@ def run_reference(
     return Record(losses=tuple(losses), grad_norms=tuple(norms), gradients=gradients, values=values)
 
 
-def _accumulate(module: Stage, batch: list[Microbatch]) -> float:
+def _accumulate(module: Stage, batch: list[Microbatch], seed: int, step: int) -> float:
     """Backward of the mean over the valid tokens of all of `batch`; returns that mean."""
     tokens = max(1, sum(int((m.labels != IGNORED).sum()) for m in batch))
     total = 0.0
     for m in batch:
-        logits_SBV = module(m.tokens.t(), m.positions.t(), m.documents)
+        noise = Noise(seed=seed, step=step, samples=m.samples)
+        logits_SBV = module(m.tokens.t(), m.positions.t(), m.documents, noise)
         loss = F.cross_entropy(logits_SBV.flatten(0, 1), m.labels.t().flatten(), ignore_index=IGNORED, reduction="sum")
         (loss / tokens).backward()
         total += loss.item()

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardsmith.engine.runtime import traced
 from shardsmith.engine.runtime.group import Group
 
 Enter = Literal["none", "copy", "gather"]
@@ -77,15 +78,35 @@ def linear(x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQu
     added once, after the sum over ranks. Weight gradients are added to `.grad` in place by the backward pass
     itself, which fires the parameters' hooks; a compiled block leaves that to autograd.
     """
+    if torch.compiler.is_compiling():
+        return _linear_traced(x, projections, seam)
     weights = [p.weight for p in projections]
     biases = [p.bias for p in projections]
-    holders = None if torch.compiler.is_compiling() else projections
+    holders = projections
     if seam.leave == "none":
         return list(_Linear.apply(x, seam, queue, holders, len(weights), *weights, *biases))
     assert len(projections) == 1, "only one projection can leave through a reducing seam"
     (partial,) = _Linear.apply(x, seam, queue, holders, 1, weights[0], None)
     out = leave(partial, seam)
     return [out if biases[0] is None else out + biases[0]]
+
+
+def _linear_traced(x: Tensor, projections: list[Projection], seam: Seam) -> list[Tensor]:
+    """The same outputs from operators that a compiler can trace; weight gradients are left to autograd."""
+    group = seam.group
+    if group is not None and group.handle is not None:
+        name = group.handle.group_name
+        if seam.enter == "gather":
+            x = traced.all_gather(x, name, group.size)
+        elif seam.enter == "copy":
+            x = traced.copy_in(x, name)
+        if seam.leave != "none":
+            (only,) = projections
+            partial = F.linear(x, only.weight)
+            reducing = seam.leave == "reduce"
+            out = traced.all_reduce(partial, name) if reducing else traced.reduce_scatter(partial, name, group.size)
+            return [out if only.bias is None else out + only.bias]
+    return [F.linear(x, p.weight, p.bias) for p in projections]
 
 
 def leave(partial: Tensor, seam: Seam) -> Tensor:
@@ -103,7 +124,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         seam: Seam,
         queue: WeightQueue | None,
-        holders: list[Projection] | None,
+        holders: list[Projection],
         count: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
@@ -111,7 +132,7 @@ class _Linear(torch.autograd.Function):
         ctx.seam, ctx.queue, ctx.holders, ctx.count = seam, queue, holders, count
         ctx.has_bias = [b is not None for b in biases]
         ctx.save_for_backward(x, *weights)
-        full = _entered(x, seam, "forward")
+        full = entered(x, seam, "forward")
         return tuple(F.linear(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
@@ -123,7 +144,7 @@ class _Linear(torch.autograd.Function):
             flat = torch.matmul(rows[0], weights[0])
             for g, w in zip(rows[1:], weights[1:], strict=True):
                 flat.addmm_(g, w)
-            grad_x = _entered_backward(flat.view(*grads[0].shape[:-1], -1), ctx.seam)
+            grad_x = entered_backward(flat.view(*grads[0].shape[:-1], -1), ctx.seam)
         grad_w = _weight_gradients(ctx, x, rows)
         grad_b = tuple(g.sum(0) if has else None for g, has in zip(rows, ctx.has_bias, strict=True))
         return (grad_x, None, None, None, None, *grad_w, *grad_b)
@@ -135,9 +156,8 @@ def _weight_gradients(ctx: Any, x: Tensor, rows: list[Tensor]) -> tuple[Tensor |
     if not any(ctx.needs_input_grad[5 : 5 + ctx.count]):
         return nothing
     deferring = ctx.queue is not None and ctx.queue.deferring
-    if ctx.holders is None or (any(h.shared for h in ctx.holders) and not deferring):
-        assert not deferring, "a compiled block has no separate weight gradients"
-        full = _rows(_entered(x, ctx.seam, "backward"))
+    if any(h.shared for h in ctx.holders) and not deferring:
+        full = _rows(entered(x, ctx.seam, "backward"))
         return tuple(g.t().matmul(full) for g in rows)
     compute = _accumulation(x, rows, [h.weight for h in ctx.holders], ctx.seam)
     if deferring:
@@ -147,13 +167,15 @@ def _weight_gradients(ctx: Any, x: Tensor, rows: list[Tensor]) -> tuple[Tensor |
     return nothing
 
 
-def _entered(x: Tensor, seam: Seam, phase: str) -> Tensor:
+def entered(x: Tensor, seam: Seam, phase: str) -> Tensor:
+    """The input as the product needs it: gathered where the seam says so."""
     if seam.enter == "gather" and seam.group is not None:
         return seam.group.all_gather(x, f"{seam.place}_{phase}")
     return x
 
 
-def _entered_backward(grad: Tensor, seam: Seam) -> Tensor:
+def entered_backward(grad: Tensor, seam: Seam) -> Tensor:
+    """The gradient of the input before it entered: summed over the tensor ranks."""
     if seam.group is None or seam.enter == "none":
         return grad
     if seam.enter == "gather":
@@ -166,7 +188,7 @@ def _accumulation(x: Tensor, rows: list[Tensor], parameters: list[nn.Parameter],
 
     @torch.no_grad()
     def compute() -> None:
-        full = _rows(_entered(x, seam, "backward"))
+        full = _rows(entered(x, seam, "backward"))
         for grad, parameter in zip(rows, parameters, strict=True):
             accumulate(parameter, grad, full)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.parallel.data import DataParallel
+from shardsmith.engine.runtime.noise import Noise
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.schedule.ir import Action, Kind
 
@@ -34,6 +35,7 @@ class StageWork:
         data: Mapping[int, DataParallel],
         recorder: Recorder,
         pace: Mapping[Kind, float] | None = None,
+        seed: int = 0,
     ) -> None:
         self.stages, self.data, self.recorder = stages, data, recorder
         self.pace = dict(pace or {})
@@ -41,6 +43,7 @@ class StageWork:
         self.tokens = 1.0
         self.loss_scale = 1.0
         self.training = True
+        self.seed, self.step = seed, 0
         self.loss_sums: dict[int, Tensor] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -92,7 +95,8 @@ class StageWork:
         if incoming is not None:
             entered = incoming.detach().requires_grad_(self.training)
         with torch.set_grad_enabled(self.training):
-            left = stage(batch.tokens.t() if entered is None else entered, batch.positions.t(), batch.documents)
+            source = batch.tokens.t() if entered is None else entered
+            left = stage(source, batch.positions.t(), batch.documents, self._noise(batch))
             if stage.stage.head:
                 loss = stage.loss_sum(left, batch.labels.t())
                 self.loss_sums[action.microbatch] = loss.detach()
@@ -100,6 +104,9 @@ class StageWork:
         if self.training:
             self._live[action.stage, action.microbatch] = _Live(entered, left)
         return None if stage.stage.head else left.detach()
+
+    def _noise(self, batch: Microbatch) -> Noise | None:
+        return Noise(seed=self.seed, step=self.step, samples=batch.samples) if self.training else None
 
     def _backward(self, action: Action, incoming: Tensor | None) -> Tensor | None:
         entered, left = self._live.pop((action.stage, action.microbatch))

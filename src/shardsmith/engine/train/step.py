@@ -86,8 +86,10 @@ class Trainer:
         device: torch.device,
         timeout_s: float = 300.0,
         pace: Mapping[Kind, float] | None = None,
+        compile_backend: str = "inductor",
     ) -> None:
         setup = settled(setup)
+        self.compile_backend = compile_backend
         self.setup, self.optimisation, self.device = setup, optimisation, device
         self.dtype = DTYPES[setup.workload.dtype]
         mesh = mesh_of(setup.plan)
@@ -111,7 +113,8 @@ class Trainer:
         self.optimizer = make_optimizer(owned, self.weights, optimisation)
         half = setup.workload.dtype == "float16"
         self.scaler = LossScaler(scale=FIRST_LOSS_SCALE if half else 1.0, dynamic=half)
-        self.work = StageWork(self.stages, self.data, self.recorder, pace)
+        self.work = StageWork(self.stages, self.data, self.recorder, pace, seed)
+        self.steps_taken = 0
         self._prepare_pipeline()
         self.stopping = False
         """Set to ask all ranks to stop after the step; see `StepResult.stop`."""
@@ -165,6 +168,8 @@ class Trainer:
         """Forward, backward, reductions, clipping and one optimiser step on this rank's `microbatches`."""
         for data in self._all_data():
             data.begin()
+        self.work.step = self.steps_taken
+        self.steps_taken += 1
         self.work.begin(microbatches, self._global_tokens(microbatches), self.scaler.scale)
         self.interpreter.run(self.work, self.wire)
         self._reduce_gradients()
@@ -192,6 +197,10 @@ class Trainer:
         kept = {n: data_shard(s, plan, self.coord) for n, s in shards.items()} if plan.zero == 3 else None
         self._drawn |= materialise(module, weights, shards, seed=seed, dtype=self.dtype, device=self.device, kept=kept)
         tensor_axis.attach(module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel)
+        module.recompute, module.loss_chunk = plan.recompute, plan.loss_chunk
+        if plan.compile:
+            for block in module.blocks():
+                block.compile(fullgraph=True, dynamic=False, backend=self.compile_backend)
         self.weights.update({w.name: w for w in weights})
         self.shards.update(shards)
         return module

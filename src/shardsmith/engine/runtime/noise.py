@@ -1,0 +1,58 @@
+"""Dropout masks that are a pure function of what they cover, so that every layout draws the same ones.
+
+A mask is named by (seed, step, sample, layer, site) and defined on the full tensor of one sample; a rank draws the
+part that it holds. From this follow all rules of the field at once: replicated activations have equal masks
+on the ranks of a tensor group, shards of the sequence or of the heads have different ones, data ranks differ
+because their samples do, recomputation sees the same mask again, and a resumed run goes on with the masks it would
+have had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS_PER_BLOCK = 64
+"""Rows of a mask that share a generator: a rank that holds part of a sequence draws only the blocks it touches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """The masks of one microbatch in one step; `samples` name its sequences in the data."""
+
+    seed: int
+    step: int
+    samples: tuple[int, ...]
+
+    def drop(self, x_SBD: Tensor, rate: float, layer: int, site: str, first: int = 0) -> Tensor:
+        """`x` [S, B, D] with elements dropped at `rate` and the rest scaled; row 0 is place `first` of the sequence."""
+        if rate == 0.0:
+            return x_SBD
+        rows, width = x_SBD.shape[0], x_SBD.shape[2]
+        keep = torch.stack([self._rows(sample, layer, site, first, rows, width, rate) for sample in self.samples], 1)
+        return x_SBD * keep.to(device=x_SBD.device, dtype=x_SBD.dtype)
+
+    def attention(self, heads: range, length: int, rate: float, layer: int) -> Tensor:
+        """Factors [B, H, S, S] for the attention probabilities of the global query heads `heads`."""
+        return torch.stack(
+            [
+                torch.stack([self._rows(sample, layer, f"head {h}", 0, length, length, rate) for h in heads])
+                for sample in self.samples
+            ]
+        )
+
+    def _rows(self, sample: int, layer: int, site: str, first: int, rows: int, width: int, rate: float) -> Tensor:
+        """Factors [rows, width] of rows [first, first + rows) of one sample: 0, or 1 / (1 - rate)."""
+        blocks = range(first // ROWS_PER_BLOCK, -(-(first + rows) // ROWS_PER_BLOCK))
+        drawn = torch.cat([self._block(sample, layer, site, b, width, 1.0 - rate) for b in blocks])
+        start = first - blocks.start * ROWS_PER_BLOCK
+        return drawn[start : start + rows] / (1.0 - rate)
+
+    def _block(self, sample: int, layer: int, site: str, block: int, width: int, kept: float) -> Tensor:
+        name = f"{self.seed}/{self.step}/{sample}/{layer}/{site}/{block}"
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.empty(ROWS_PER_BLOCK, width).bernoulli_(kept, generator=generator)

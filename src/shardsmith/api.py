@@ -51,13 +51,13 @@ def explain(code: str) -> Code:
     Rules stand next to the code that enforces them, so modules are imported until the code turns up;
     those of the engine need torch and come last.
     """
-    wanted = code.upper()
-    for module in ("", *_modules()):
-        if module:
-            import_module(module)
-        if wanted in CODES:
-            return CODES[wanted]
-    raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
+    wanted, modules = code.upper(), _modules()
+    while wanted not in CODES:
+        module = next(modules, None)
+        if module is None:
+            raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
+        import_module(module)
+    return CODES[wanted]
 
 
 def _modules() -> Iterator[str]:
@@ -172,12 +172,15 @@ def train(job: Job, *, pace: str | None = None) -> Path:
     _require_sound(job.setup)
     lengths = _pace(pace)
     _require_torch("train")
-    from shardsmith.engine.dataset.batches import open_source
+    from shardsmith.engine.dataset.samples import open_source
+    from shardsmith.engine.runtime import environment
+
+    setup, folder = job.setup, Path(job.run.folder)
+    environment.require_world(environment.detect(), setup.plan.world)
+    open_source(job.data.path, seed=job.data.seed, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
     from shardsmith.engine.train.launch import launch
     from shardsmith.engine.train.loop import train_rank
 
-    setup, folder = job.setup, Path(job.run.folder)
-    open_source(job.data.path, seed=job.data.seed, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
     launch(train_rank, (job, lengths), world=setup.plan.world, timeout_s=job.run.timeout_s, log_dir=folder / "logs")
     _draw(folder)
     return folder

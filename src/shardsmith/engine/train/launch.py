@@ -17,13 +17,6 @@ from typing import Any
 import torch
 
 from shardsmith.engine.runtime import environment, failures, process, progress
-from shardsmith.errors import Code
-
-WRONG_WORLD = Code(
-    code="R106",
-    title="another number of ranks than the plan's",
-    because="a plan says how many ranks share the work, and each needs its process",
-)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -46,13 +39,7 @@ def launch(
         failures.clear(folder)
         _run_agent(function, tuple(args), world, timeout_s, folder)
         return
-    if here.world != world:
-        raise WRONG_WORLD.refuse(
-            f"the plan needs {world} ranks, but {here.world} were started",
-            ("plan", f"world = {world}"),
-            (here.launcher, f"world = {here.world}"),
-            hint=f"start {world} processes, or change a degree of the plan so that its world is {here.world}",
-        )
+    environment.require_world(here, world)
     progress.start_notes(folder, here.rank)
     try:
         function(*args)

@@ -6,9 +6,9 @@ Nothing at module level imports torch: a verb that runs a model imports the engi
 from __future__ import annotations
 
 import json
-import pkgutil
+import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,29 +46,30 @@ def check(setup: Setup | str | Path, *, running: bool = False) -> Checked:
 
 
 def explain(code: str) -> Code:
-    """The rule behind an error or warning code. Raises `Refused` (F001) for a code that no rule has.
+    """The rule behind an error or warning code.
 
-    Rules stand next to the code that enforces them, so modules are imported until the code turns up;
-    those of the engine need torch and come last.
+    Raises `Refused`: no rule has that code (F001), or its rule belongs to training and torch is missing (X201).
     """
-    wanted, modules = code.upper(), _modules()
-    while wanted not in CODES:
-        module = next(modules, None)
-        if module is None:
-            raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
-        import_module(module)
+    wanted = code.upper()
+    if wanted not in CODES:
+        homes = _homes()
+        if wanted not in homes:
+            raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(homes)))
+        try:
+            import_module(homes[wanted])
+        except ModuleNotFoundError:
+            _require_torch(f"the rule {wanted}")
+            raise
     return CODES[wanted]
 
 
-def _modules() -> Iterator[str]:
-    """Names of all modules below the roof that can be imported here, those of the engine last."""
-    root = Path(__file__).parent
-    names = [m.name for m in pkgutil.walk_packages([str(root)], "shardsmith.") if not m.ispkg]
-    below = [n for n in names if not n.startswith(("shardsmith.cli", "shardsmith.api"))]
-    engine = [n for n in below if n.startswith("shardsmith.engine")]
-    yield from (n for n in below if n not in engine)
-    if find_spec("torch") is not None:
-        yield from engine
+def _homes() -> dict[str, str]:
+    """The module of each code, by its text: rules stand beside what enforces them, and importing all takes seconds."""
+    root, homes = Path(__file__).parent, {}
+    for path in sorted(root.rglob("*.py")):
+        module = ".".join(("shardsmith", *path.relative_to(root).with_suffix("").parts))
+        homes.update(dict.fromkeys(re.findall(r'\bcode="([A-Z]\d+)"', path.read_text(encoding="utf-8")), module))
+    return homes
 
 
 def prepare(
@@ -202,9 +203,9 @@ def _require_sound(setup: Setup) -> None:
     raise_errors(check(setup, running=True))
 
 
-def _require_torch(verb: str) -> None:
+def _require_torch(what: str) -> None:
     if find_spec("torch") is None:
-        raise NO_TORCH.refuse(f"{verb} needs torch", hint="pip install 'shardsmith[train]'")
+        raise NO_TORCH.refuse(f"{what} needs torch", hint="pip install 'shardsmith[train]'")
 
 
 def _refuse_if_huge(setup: Setup) -> None:

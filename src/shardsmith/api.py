@@ -173,34 +173,46 @@ def train(job: Job, *, pace: str | None = None) -> Path:
     _require_sound(job.setup)
     lengths = _pace(pace)
     _require_torch("train")
-    from shardsmith.engine.dataset.samples import open_source
     from shardsmith.engine.runtime import environment
 
     setup, folder = job.setup, Path(job.run.folder)
-    environment.require_world(environment.detect(), setup.plan.world)
-    open_source(job.data.path, seed=job.data.seed, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    here = environment.detect()
+    environment.require_world(here, setup.plan.world)
+    _require_data(job)
     from shardsmith.engine.train.launch import launch
     from shardsmith.engine.train.loop import train_rank
 
     launch(train_rank, (job, lengths), world=setup.plan.world, timeout_s=job.run.timeout_s, log_dir=folder / "logs")
-    _draw(folder)
+    if here.rank == 0:
+        _draw(folder, title=f"{setup.model.name}: {setup.plan}")
     return folder
 
 
-def _draw(folder: Path) -> None:
+def _draw(folder: Path, *, title: str) -> None:
     """The picture of a run's recorded timeline, if one was recorded."""
     from shardsmith.design.reports.timeline_picture import draw_timeline
     from shardsmith.timeline import Timeline
 
     if (folder / "timeline.json").exists():
         timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
-        draw_timeline(timeline, folder / "timeline.png")
+        draw_timeline(timeline, folder / "timeline.png", title=title)
 
 
 def _require_sound(setup: Setup) -> None:
     from shardsmith.layout.check import check
 
     raise_errors(check(setup, running=True))
+
+
+def _require_data(job: Job) -> None:
+    """Refuse missing tokens, and tokens or a tokenizer that the model has no rows for, before torch is imported."""
+    from shardsmith.engine.dataset.samples import open_source
+    from shardsmith.engine.dataset.tokenizer import open_tokenizer
+
+    data, setup = job.data, job.setup
+    tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer)
+    seq_len, vocab = setup.workload.seq_len, setup.model.vocab
+    open_source(data.path, seed=data.seed, vocab=vocab, seq_len=seq_len, tokenizer=tokenizer)
 
 
 def _require_torch(what: str) -> None:

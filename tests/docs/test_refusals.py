@@ -16,6 +16,7 @@ MODEL = '[model]\npreset = "tiny-llama"\n[workload]\nseq_len = 128\nglobal_batch
 FILES = {
     "plan.toml": MODEL + "[plan]\ntensor = 3\ndata = 5\n",
     "job.toml": MODEL + '[plan]\ntensor = 2\n[data]\npath = "no/such/text"\n',
+    "words.toml": MODEL.replace("[workload]", "vocab = 128\n[workload]") + '[plan]\n[data]\ntokenizer = "byte"\n',
     "synthetic.toml": MODEL + "[plan]\ntensor = 2\n",
     "typo.toml": MODEL + "[plan]\ntensro = 2\n",
 }
@@ -24,6 +25,7 @@ REFUSALS = {
     "check a misspelt key": ("check typo.toml", "F101"),
     "train a plan": ("train plan.toml", "T204"),
     "train on no text": ("train job.toml", "G201"),
+    "train with too large a tokenizer": ("train words.toml", "G204"),
     "train a missing file": ("train none.toml", "F110"),
     "train with other ranks": ("train synthetic.toml", "R106"),
     "verify a plan": ("verify plan.toml", "T204"),

@@ -19,7 +19,10 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where tokens come from: the common prefix of a `.bin`/`.idx` pair, or `synthetic` for random tokens."""
+    """Where tokens come from: the common prefix of a `.bin`/`.idx` pair, or `synthetic` for random tokens.
+
+    A `tokenizer`, where one is named, must fit the model's vocabulary.
+    """
 
     path: str = "synthetic"
     seed: int = 1234
@@ -53,7 +56,6 @@ class Run:
     steps: int = 100
     folder: str = "runs/default"
     seed: int = 0
-    log_every: int = 1
     timeout_s: float = 300.0
     timeline_step: int = -1
     tensorboard: bool = True

@@ -52,13 +52,13 @@ def explain(code: str) -> Code:
     Rules stand next to the code that enforces them, so modules are imported until the code turns up;
     those of the engine need torch and come last.
     """
-    wanted = code.upper()
-    for module in ("", *_modules()):
-        if module:
-            import_module(module)
-        if wanted in CODES:
-            return CODES[wanted]
-    raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
+    wanted, modules = code.upper(), _modules()
+    while wanted not in CODES:
+        module = next(modules, None)
+        if module is None:
+            raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
+        import_module(module)
+    return CODES[wanted]
 
 
 def _modules() -> Iterator[str]:
@@ -131,7 +131,7 @@ def study(
 NO_TORCH = Code(
     code="X201",
     title="torch is not installed",
-    because="training, verifying and converting handle real tensors; planning, checking and schedules need no torch",
+    because="training and verifying run real tensors; planning, checking and schedules need no torch",
 )
 TOO_MANY_RANKS = Code(
     code="X202",
@@ -191,11 +191,14 @@ def train(job: Job, *, pace: str | None = None) -> Trained:
     lengths = _pace(pace)
     _require_torch("train")
     from shardsmith.engine.dataset.open import open_data
+    from shardsmith.engine.runtime import environment
+
+    setup, folder = job.setup, Path(job.run.folder)
+    environment.require_world(environment.detect(), setup.plan.world)
+    open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
     from shardsmith.engine.train.launch import launch
     from shardsmith.engine.train.loop import train_rank
 
-    setup, folder = job.setup, Path(job.run.folder)
-    open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
     world, timeout_s = setup.plan.world, job.run.timeout_s
     preempted = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
     _draw(folder)

@@ -43,15 +43,15 @@ def verb(function: Callable[..., Answer]) -> Callable[..., None]:
         else:
             console = console_for(sys.stdout)
             for item in answer.show:
-                console.print(item, highlight=False, soft_wrap=isinstance(item, str))
+                console.print(item, soft_wrap=isinstance(item, str))
         sys.exit(answer.exit_code)
 
     return wrapper
 
 
 def console_for(stream: Any) -> Console:
-    """A rich console that keeps wide tables whole when the output is not a terminal."""
-    return Console(file=stream, width=None if stream.isatty() else 160)
+    """A rich console that shows text as it is, and keeps wide tables whole when the output is not a terminal."""
+    return Console(file=stream, width=None if stream.isatty() else 160, markup=False, emoji=False, highlight=False)
 
 
 def print_refusal(faults: tuple[Fault, ...], *, as_json: bool) -> None:

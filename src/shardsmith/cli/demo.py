@@ -19,7 +19,7 @@ from shardsmith.design.reports.timeline_picture import timeline_text
 def command(out: Path, steps: int) -> Answer:
     """Train a small Llama on real text over 8 ranks (tensor 2 x pipeline 2 x data 2) and prove that plan."""
     console = console_for(sys.stderr)
-    tour = api.demo(out, steps=steps, say=lambda text: console.print(text, highlight=False))
+    tour = api.demo(out, steps=steps, say=lambda text: console.print(text))
     shown = [
         f"loss {tour.first_loss:.3f} -> {tour.last_loss:.3f} in {steps} steps on {tour.tokens:,} tokens of real text",
         tour.certificate.summary(),

@@ -21,6 +21,11 @@ CONTRADICTION = Code(
     title="contradictory rank variables",
     because="a process must know which rank it is: two with the same rank write the same files and wait for ever",
 )
+WRONG_WORLD = Code(
+    code="R106",
+    title="another number of ranks than the plan's",
+    because="a plan says how many ranks share the work, and each needs its process",
+)
 MASTER_VARIABLE = "SHARDSMITH_MASTER"
 """Where ranks started by shardsmith itself meet: `file://PATH`, local and without a port."""
 
@@ -60,6 +65,17 @@ def detect(variables: Mapping[str, str] | None = None) -> Environment:
                     hint="unset RANK and WORLD_SIZE, or start without " + other.launcher,
                 )
     return plain or next(iter(others), Environment())
+
+
+def require_world(here: Environment, world: int) -> None:
+    """Raise `Refused` (R106) if a launcher started another number of ranks than `world`."""
+    if here.launcher != "none" and here.world != world:
+        raise WRONG_WORLD.refuse(
+            f"the plan needs {world} ranks, but {here.world} were started",
+            ("plan", f"world = {world}"),
+            (here.launcher, f"world = {here.world}"),
+            hint=f"start {world} processes, or change a degree of the plan so that its world is {here.world}",
+        )
 
 
 def local_variables(rank: int, world: int, *, master: str) -> dict[str, str]:

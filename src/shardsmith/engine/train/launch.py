@@ -20,13 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from shardsmith.engine.runtime import environment, failures, process, progress
-from shardsmith.errors import Code
-
-WRONG_WORLD = Code(
-    code="R106",
-    title="another number of ranks than the plan's",
-    because="a plan says how many ranks share the work, and each needs its process",
-)
 
 T = TypeVar("T")
 
@@ -52,13 +45,7 @@ def launch(function: Callable[..., T], args: Sequence[Any], *, world: int, timeo
     if here.launcher == "none":
         failures.clear(folder)
         return _run_agent(function, tuple(args), world, timeout_s, folder)
-    if here.world != world:
-        raise WRONG_WORLD.refuse(
-            f"the plan needs {world} ranks, but {here.world} were started",
-            ("plan", f"world = {world}"),
-            (here.launcher, f"world = {here.world}"),
-            hint=f"start {world} processes, or change a degree of the plan so that its world is {here.world}",
-        )
+    environment.require_world(here, world)
     progress.start_notes(folder, here.rank)
     try:
         return function(*args)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardsmith.engine.models.attention_mask import attention_mask
 from shardsmith.engine.models.rope import inverse_frequencies, rotate, rotations
 from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
@@ -48,8 +49,11 @@ class Attention(nn.Module):
         self.v = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
         self.o = Projection(spec.hidden, width, bias=spec.output_bias)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None) -> Tensor:
-        """[S, B, D] -> [S, B, D]; queries and keys are rotated by `rotation` where positions are rotary."""
+    def forward(self, x_SBD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
+        """[S, B, D] -> [S, B, D]; queries and keys are rotated by `rotation` where positions are rotary.
+
+        `mask` (see `attention_mask`) says who attends to whom; None is plain causal attention.
+        """
         enter, exit_ = _sides(self.seam)
         q, k, v = linear(x_SBD, [self.q, self.k, self.v], enter, self.queue)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
@@ -57,7 +61,9 @@ class Attention(nn.Module):
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
-        out = F.scaled_dot_product_attention(q_BHSE, k_BHSE, v_BHSE, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q_BHSE, k_BHSE, v_BHSE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
         return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], exit_, self.queue)[0]
 
 
@@ -93,9 +99,9 @@ class Block(nn.Module):
         self.attention = Attention(spec, queue)
         self.mlp = MLP(spec, queue)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(self, x_SBD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        x_SBD = x_SBD + self.attention(self.norm1(x_SBD), rotation)
+        x_SBD = x_SBD + self.attention(self.norm1(x_SBD), rotation, mask)
         out: Tensor = x_SBD + self.mlp(self.norm2(x_SBD))
         return out
 
@@ -128,19 +134,21 @@ class Stage(nn.Module):
         """The output head, which is the embedding itself where they are tied."""
         return self.embedding if self.spec.tied else self.head
 
-    def forward(self, x: Tensor, positions_SB: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions_SB: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         """Tokens [S, B] (first stage) or activations [S, B, D] -> activations, or logits [S, B, V] (last stage).
 
-        `positions_SB` are global positions [S, B or 1]. Under sequence parallelism activations between
-        blocks and stages hold this rank's part of S; logits always hold all of S.
+        `positions_SB` are positions [S, B or 1] in each token's document, `documents_BS` says which that is
+        (None: a sequence is one document). Under sequence parallelism activations between blocks and stages
+        hold this rank's part of S; positions, documents and logits always hold all of S.
         """
         if self.stage.embedding:
             x = self._embed(x, positions_SB)
         rotation = None
         if self.inverse is not None and self.stage.layers:
             rotation = rotations(positions_SB, self.inverse.to(positions_SB.device), x.dtype)
+        mask = attention_mask(len(positions_SB), device=positions_SB.device, documents_BS=documents_BS)
         for block in self.blocks():
-            x = block(x, rotation)
+            x = block(x, rotation, mask)
         if self.stage.head:
             (x,) = linear(self.final_norm(x), [self.head_table], self.head_seam, self.queue)  # type: ignore[list-item]
         return x

@@ -79,11 +79,14 @@ def prepare(
     patterns: Sequence[str] = (),
     eod: str | None = None,
     limit_mb: float | None = None,
+    key: str = "text",
+    turn: str | None = None,
     force: bool = False,
     watch: Watch | None = None,
 ) -> Prepared:
     """Turn text into the token file `out`.bin/.idx; see `shardsmith.engine.dataset.prepare.prepare`. Needs no torch."""
     from shardsmith.engine.dataset.prepare import prepare
+    from shardsmith.engine.dataset.records import TURN
 
     return prepare(
         inputs,
@@ -92,6 +95,8 @@ def prepare(
         patterns=patterns,
         eod=eod,
         limit_mb=limit_mb,
+        key=key,
+        turn=TURN if turn is None else turn,
         force=force,
         watch=watch,
     )
@@ -140,11 +145,12 @@ TOO_LARGE = Code(
 
 
 def verify(
-    setup: Setup, *, steps: int = 2, seed: int = 0, shrunk: bool = False, timeout_s: float = 600.0
+    setup: Setup, *, steps: int = 2, seed: int = 0, shrunk: bool = False, packed: bool = False, timeout_s: float = 600.0
 ) -> Certificate:
     """The parity certificate: the plan on its real ranks against one process; see `engine.parity`.
 
-    Runs the plan's true degrees up to 16 ranks; `shrunk` proves a small model under the same kind of plan.
+    Runs the plan's true degrees up to 16 ranks; `shrunk` proves a small model under the same kind of plan;
+    `packed` puts several documents into each sequence.
     Raises `Refused` with everything that forbids running the plan.
     """
     _require_sound(setup)
@@ -158,32 +164,44 @@ def verify(
     _require_torch("verify")
     from shardsmith.engine.parity.certificate import certify
 
-    return certify(setup, asked=asked, steps=steps, seed=seed, timeout_s=timeout_s)
+    return certify(setup, asked=asked, steps=steps, seed=seed, packed=packed, timeout_s=timeout_s)
 
 
-def train(job: Job, *, pace: str | None = None) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The `folder` of a run, and whether it was asked to end (SIGTERM) before its last step."""
+
+    folder: Path
+    preempted: bool
+
+
+def train(job: Job, *, pace: str | None = None) -> Trained:
     """Train as `job` says, on local ranks or as the rank that a launcher made of this process.
 
     `pace` such as `F=20,I=20,W=20` pads every action to that many milliseconds (a B is I + W).
-    Returns the run's folder: metrics.jsonl, TensorBoard events, model.safetensors, and where a step was
+    In the run's folder are metrics.jsonl, TensorBoard events, model.safetensors, and where a step was
     recorded its timeline as JSON, Perfetto trace and picture. Raises `Refused` before anything starts,
     `RankFailed` with a rank's own error.
     """
+    from shardsmith.specs.job_rules import job_faults
+
     _require_sound(job.setup)
+    raise_errors(job_faults(job.data, job.optimisation, job.run))
     lengths = _pace(pace)
     _require_torch("train")
-    from shardsmith.engine.dataset.samples import open_source
+    from shardsmith.engine.dataset.open import open_data
     from shardsmith.engine.runtime import environment
 
     setup, folder = job.setup, Path(job.run.folder)
     environment.require_world(environment.detect(), setup.plan.world)
-    open_source(job.data.path, seed=job.data.seed, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
     from shardsmith.engine.train.launch import launch
     from shardsmith.engine.train.loop import train_rank
 
-    launch(train_rank, (job, lengths), world=setup.plan.world, timeout_s=job.run.timeout_s, log_dir=folder / "logs")
+    world, timeout_s = setup.plan.world, job.run.timeout_s
+    preempted = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
     _draw(folder)
-    return folder
+    return Trained(folder=folder, preempted=preempted)
 
 
 def _draw(folder: Path) -> None:

@@ -41,6 +41,12 @@ SHOWN = 10
 )
 @click.option("--eod", help="The end-of-document token of a BPE or tokenizer.json.", metavar="TOKEN")
 @click.option("--limit-mb", type=click.FloatRange(min=0, min_open=True), help="Read only the first so many 1e6 bytes.")
+@click.option("--key", default="text", show_default=True, help="The key of the text in JSONL and Parquet records.")
+@click.option(
+    "--turn",
+    metavar="TEMPLATE",
+    help="How a message of a conversation is written, with {role} and {content}; \\n is a new line. Default: ChatML.",
+)
 @click.option("--force", is_flag=True, help="Overwrite an existing output.")
 @verb
 def command(
@@ -50,11 +56,15 @@ def command(
     patterns: tuple[str, ...],
     eod: str | None,
     limit_mb: float | None,
+    key: str,
+    turn: str | None,
     force: bool,
 ) -> Answer:
-    """Turn the text of INPUTS (files, folders, quoted patterns) into a token file; each file is one document.
+    """Turn the text of INPUTS (files, folders, quoted patterns) into a token file.
 
-    Folders are read recursively, without hidden folders. The format is that of Megatron-LM's indexed dataset.
+    A text file is one document; so is each line of a .jsonl and each row of a .parquet file, which hold text,
+    prompt and response, or messages. Prompts are read but not learnt: PREFIX.mask.bin says so. Folders are read
+    recursively, without hidden folders. The format is that of Megatron-LM's indexed dataset.
     """
     with _progress() as watch:
         found = api.prepare(
@@ -64,6 +74,8 @@ def command(
             patterns=patterns,
             eod=eod,
             limit_mb=limit_mb,
+            key=key,
+            turn=None if turn is None else turn.replace("\\n", "\n"),
             force=force,
             watch=watch,
         )
@@ -92,6 +104,8 @@ def _table(found: Prepared) -> Table:
     table.add_row("documents", f"{meta.documents:,}")
     table.add_row("text", format_bytes(meta.bytes))
     table.add_row("tokens", f"{meta.tokens:,} ({format_count(meta.tokens)})")
+    if meta.targets is not None:
+        table.add_row("targets", f"{meta.targets:,} tokens are learnt, the others only read")
     table.add_row("bytes per token", f"{meta.bytes / meta.tokens:.2f}")
     table.add_row("vocabulary", f"{meta.vocab:,} ids, largest used {meta.max_id}, end of document {meta.eod}")
     table.add_row("tokenizer", meta.tokenizer)
@@ -106,6 +120,8 @@ def _notes(found: Prepared) -> list[str]:
         notes.append(f"note: the text gave {found.meta.vocab} ids of the {found.asked_vocab} asked for")
     if found.replaced:
         notes.append(f"note: {found.replaced} byte runs in {found.malformed} files were not UTF-8: read as U+FFFD")
+    if found.empty:
+        notes.append(f"note: {found.empty} records without text were left out")
     if found.skipped:
         notes.append(f"note: {len(found.skipped)} files were skipped")
         notes.extend(f"  {skipped.path} {skipped.reason}" for skipped in found.skipped[:SHOWN])

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.common import OK, PREEMPTED, Answer, verb
 from shardsmith.plan.file import read_job
 
 
@@ -20,9 +20,14 @@ from shardsmith.plan.file import read_job
 def command(file: Path, overrides: tuple[str, ...], pace: str | None) -> Answer:
     """Train as the job FILE says, on local ranks or under torchrun, srun or mpirun."""
     job = read_job(file, overrides)
-    folder = api.train(job, pace=pace)
+    trained = api.train(job, pace=pace)
+    folder = trained.folder
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     files = sorted(str(path) for path in folder.iterdir() if path.is_file())
     last = lines[-1]
     text = f"step {last['step'] + 1}: loss {lines[0]['loss']:.4f} -> {last['loss']:.4f}, all in {folder}"
-    return Answer(data={"folder": str(folder), "steps": len(lines), "last": last, "files": files}, show=(text,))
+    if trained.preempted:
+        text += " (ended early, as SIGTERM asked)"
+    data = {"folder": str(folder), "steps": last["step"] + 1, "last": last, "files": files}
+    code = PREEMPTED if trained.preempted else OK
+    return Answer(data=data | {"preempted": trained.preempted}, show=(text,), exit_code=code)

@@ -25,13 +25,14 @@ SHOWN = 12
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(1), help="Optimiser steps to compare.")
 @click.option("--seed", default=0, show_default=True, help="Seed of initial weights and data.")
 @click.option("--shrink", is_flag=True, help="Prove the same kind of plan on small degrees and a small model.")
+@click.option("--packed", is_flag=True, help="Put several documents into each sequence, which do not see each other.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds after which the proof is given up.")
-def command(setup: Setup, steps: int, seed: int, shrink: bool, timeout: float) -> Answer:
+def command(setup: Setup, steps: int, seed: int, shrink: bool, packed: bool, timeout: float) -> Answer:
     """Prove that a plan computes what one process computes: loss, every gradient, norm, parameters.
 
     Give --dtype float64 for the strict proof (1e-10); float32 is compared at 2e-5.
     """
-    certificate = api.verify(setup, steps=steps, seed=seed, shrunk=shrink, timeout_s=timeout)
+    certificate = api.verify(setup, steps=steps, seed=seed, shrunk=shrink, packed=packed, timeout_s=timeout)
     code = OK if certificate.passed else REFUSED
     return Answer(data=certificate.as_json(), show=(certificate.summary(), errors_table(certificate)), exit_code=code)
 

@@ -30,6 +30,7 @@ from shardsmith.plan.stages import settled
 from shardsmith.specs.cluster import ClusterSpec, cluster_faults
 from shardsmith.specs.hf_config import from_hf_config
 from shardsmith.specs.job import Data, Optimisation, Run, Workload
+from shardsmith.specs.job_rules import job_faults
 from shardsmith.specs.library import cluster_named, model_named
 from shardsmith.specs.model import ModelSpec
 from shardsmith.specs.model_rules import model_faults
@@ -230,6 +231,8 @@ def job_of(tables: Tables, faults: Iterable[Fault] = ()) -> Job:
     data = _attempt(found, lambda: _section(tables, "data", Data))
     optimisation = _attempt(found, lambda: _section(tables, "optimisation", Optimisation))
     run = _attempt(found, lambda: _section(tables, "run", Run))
+    if data and optimisation and run:
+        found.extend(job_faults(data, optimisation, run, lambda key: tables.origins.get(key, "default")))
     if found:
         raise Refused(found)
     assert model, "a model that could not be read was reported"

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Packing = Literal["joined", "masked", "whole"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+DecayRule = Literal["matrices", "linear", "all"]
+
+SYNTHETIC = "synthetic"
+"""The path that stands for random tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +25,31 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where tokens come from: the common prefix of a `.bin`/`.idx` pair, or `synthetic` for random tokens."""
+    """Where tokens come from: the common prefix of a `.bin`/`.idx` pair, or `synthetic` for random tokens.
 
-    path: str = "synthetic"
+    Several paths are one data set; `weights` draws from them in that proportion instead of by their sizes.
+    `packing` says how documents become sequences: `joined` end to end, `masked` the same but without seeing
+    each other, or `whole`, as many as fit. Held out for evaluation is `eval_path`, or `eval_fraction` of the
+    documents.
+    """
+
+    path: str | tuple[str, ...] = SYNTHETIC
+    weights: tuple[float, ...] = ()
+    packing: Packing = "joined"
+    eval_path: str | tuple[str, ...] = ()
+    eval_fraction: float = 0.0
     seed: int = 1234
     tokenizer: str | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is trained on."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def eval_paths(self) -> tuple[str, ...]:
+        """What is only evaluated on."""
+        return (self.eval_path,) if isinstance(self.eval_path, str) else self.eval_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,29 +57,43 @@ class Optimisation:
     """Optimiser and its settings; `clip` is the largest allowed global gradient norm (0: no clipping).
 
     `norm` is the norm that is clipped and reported: `l2`, or `max`, the largest absolute entry.
+    The learning rate follows `schedule` as `specs.learning_rate` says. `weight_decay_on` names the
+    weights that are decayed: `matrices` (all but norms and biases), `linear` (those without the tables of
+    embeddings, positions and head) or `all`. `nonfinite` says what a loss or gradient that is not a finite
+    number does: `stop` the run, or `skip` the step.
     """
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = 3e-4
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    min_lr: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    weight_decay_on: DecayRule = "matrices"
     momentum: float = 0.0
     clip: float = 1.0
     norm: Literal["l2", "max"] = "l2"
+    nonfinite: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """How long and where: `steps` optimiser steps, outputs under `folder`, `seed` of the initial weights.
 
-    `timeout_s` bounds every wait for another rank. `timeline_step` is recorded (-1: none).
+    `log_every` steps have a line in metrics.jsonl. What is held out is evaluated every `eval_every` steps and
+    after the last (0: never), on at most `eval_batches` global batches (0: on all of it). `timeout_s` bounds
+    every wait for another rank. `timeline_step` is recorded (-1: none).
     """
 
     steps: int = 100
     folder: str = "runs/default"
     seed: int = 0
     log_every: int = 1
+    eval_every: int = 0
+    eval_batches: int = 20
     timeout_s: float = 300.0
     timeline_step: int = -1
     tensorboard: bool = True

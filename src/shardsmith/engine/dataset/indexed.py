@@ -3,6 +3,7 @@
 Layout of the index, little endian: magic (9 bytes), version 1 (uint64), dtype code (uint8), number of
 sequences (uint64), number of document borders (uint64), then tokens per sequence (int32), byte offset per
 sequence (int64), and the borders (int64): document d is the sequences [border d, border d + 1).
+A third file of ours, `.mask.bin`, has one byte a token: 1 for a target, 0 for what is only read (prompts).
 Checked against `megatron.core.datasets.indexed_dataset` of megatron-core 0.16.1.
 """
 
@@ -12,6 +13,7 @@ import json
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import MISSING as MISSING_VALUE
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
@@ -90,7 +92,7 @@ def prefix_of(path: str | Path) -> Path:
 
 
 def beside(prefix: Path, ending: str) -> Path:
-    """The file of a prefix with an ending (`.bin`, `.idx`, `.json`); dots inside the prefix are kept."""
+    """The file of a prefix with an ending (`.bin`, `.idx`, `.mask.bin`, `.json`); dots inside the prefix are kept."""
     return prefix.with_name(prefix.name + ending)
 
 
@@ -156,7 +158,8 @@ class Meta:
     """What `PREFIX.json` says about a token file that the format itself cannot.
 
     `tokenizer` is its name; `tokenizer_file` its tokenizer.json, relative to the token file, with the
-    `fingerprint` it had; `bytes` counts the input text.
+    `fingerprint` it had; `bytes` counts the input text. `targets` counts the tokens that `PREFIX.mask.bin`
+    marks as targets; None where there is no mask, since all are.
     """
 
     tokenizer: str
@@ -169,6 +172,7 @@ class Meta:
     documents: int
     tokens: int
     bytes: int
+    targets: int | None = None
 
     def dumps(self) -> str:
         """The content of the file."""
@@ -179,39 +183,61 @@ def read_meta(prefix: Path) -> Meta | None:
     """The sidecar of a token file, or None where there is none that can be read (files of other tools)."""
     try:
         table = json.loads(beside(prefix, ".json").read_text(encoding="utf-8"))
-        return Meta(**{f.name: table[f.name] for f in fields(Meta)})
+        return Meta(**{f.name: table[f.name] for f in fields(Meta) if f.default is MISSING_VALUE or f.name in table})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 class TokenWriter:
-    """Writes ids to an open `.bin` as they come and keeps what the index needs: one size per document."""
+    """Writes ids to an open `.bin` as they come and keeps what the index needs: one size per document.
 
-    def __init__(self, stream: BinaryIO, dtype: np.dtype[np.generic]) -> None:
-        self.stream, self.dtype = stream, dtype
+    The first ids that are no targets open the mask at `mask`: one byte a token, 1 for a target.
+    """
+
+    def __init__(self, stream: BinaryIO, dtype: np.dtype[np.generic], mask: Path | None = None) -> None:
+        self.stream, self.dtype, self.mask = stream, dtype, mask
         self.sizes, self.borders = array("q"), array("q", [0])
-        self.max_id, self.tokens, self._open = -1, 0, 0
+        self.max_id, self.tokens, self.targets, self._open = -1, 0, 0, 0
+        self._mask: BinaryIO | None = None
 
-    def add(self, tokens: Ints) -> None:
-        """Append ids to the current document."""
+    def add(self, tokens: Ints, *, target: bool = True) -> None:
+        """Append ids to the current document; `target` says whether a model learns to predict them."""
         if not len(tokens):
             return
         self.max_id = max(self.max_id, int(tokens.max()))
         assert int(tokens.min()) >= 0, "ids are not negative"
         assert self.max_id < 2 ** (16 if self.dtype.itemsize == 2 else 31), "an id does not fit the dtype"
         self.stream.write(tokens.astype(self.dtype).tobytes())
+        if self._mask is None and not target:
+            assert self.mask is not None, "this writer keeps no mask"
+            self._mask = self.mask.open("wb")
+            for at in range(0, self.tokens, _SCAN):
+                self._mask.write(b"\1" * min(_SCAN, self.tokens - at))
+        if self._mask is not None:
+            self._mask.write((b"\1" if target else b"\0") * len(tokens))
         self._open += len(tokens)
         self.tokens += len(tokens)
+        self.targets += len(tokens) * target
 
-    def end_document(self, eod: int) -> None:
+    def end_document(self, eod: int, *, target: bool = True) -> None:
         """Append the end-of-document token and close the current document."""
-        self.add(np.array([eod], dtype=np.int64))
+        self.add(np.array([eod], dtype=np.int64), target=target)
         while self._open > LONGEST_SEQUENCE:
             self.sizes.append(LONGEST_SEQUENCE)
             self._open -= LONGEST_SEQUENCE
         self.sizes.append(self._open)
         self.borders.append(len(self.sizes))
         self._open = 0
+
+    def close(self) -> None:
+        """Finish the mask, if one was begun."""
+        if self._mask is not None:
+            self._mask.close()
+
+    @property
+    def masked(self) -> bool:
+        """Whether some ids are no targets, so that there is a mask."""
+        return self._mask is not None
 
     def index(self) -> bytes:
         """The `.idx` that belongs to what was written."""
@@ -241,6 +267,7 @@ class TokenFile:
             raise DAMAGED.refuse(f"{self.prefix} holds no token", (str(index), "tokens = 0"))
         self._ids = np.memmap(data, dtype=self.dtype, mode="r")
         self.meta = read_meta(self.prefix)
+        self._mask = self._open_mask()
         self._max_id: int | None = None
 
     def __len__(self) -> int:
@@ -255,6 +282,28 @@ class TokenFile:
         """A copy of the ids [start, stop), counted over all documents; int64."""
         assert 0 <= start <= stop <= len(self), f"tokens [{start}, {stop}) of {len(self)}"
         return self._ids[start:stop].astype(np.int64)
+
+    @property
+    def masked(self) -> bool:
+        """Whether only some tokens are targets."""
+        return self._mask is not None
+
+    def counted(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of the ids [start, stop) are targets."""
+        return np.ones(stop - start, dtype=bool) if self._mask is None else self._mask[start:stop] != 0
+
+    def _open_mask(self) -> npt.NDArray[np.uint8] | None:
+        path = beside(self.prefix, ".mask.bin")
+        if path.is_file():
+            _check_length(path, len(self), f"tokens of {self.prefix.name}.idx")
+            return np.memmap(path, dtype=np.uint8, mode="r")
+        if self.meta is not None and self.meta.targets is not None and self.meta.tokens == len(self):
+            raise MISSING.refuse(
+                f"{path} does not exist: without it prompts would be learnt like answers",
+                (str(beside(self.prefix, ".json")), f"targets = {self.meta.targets} of {self.meta.tokens} tokens"),
+                hint="copy it beside the others, or prepare the data again",
+            )
+        return None
 
     def max_id(self) -> int:
         """The largest id: from the sidecar if it counts the same tokens, else scanned once."""

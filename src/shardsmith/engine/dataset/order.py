@@ -6,6 +6,11 @@ tokens, so each token is a target once. Every epoch visits all samples once, in 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,7 +19,7 @@ from shardsmith.errors import Code
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-ORDER, SYNTHETIC = 1, 2
+ORDER, SYNTHETIC, HELD_OUT, EVALUATION = 1, 2, 3, 4
 """First part of the key of a random stream: what it is used for."""
 
 _ROUNDS = 8
@@ -24,6 +29,16 @@ NO_SAMPLE = Code(
     title="data shorter than one sample",
     because="a sample is seq_len + 1 consecutive tokens, so that every position has a next token to predict",
 )
+
+
+FINE_WEIGHTS = Code(
+    code="G302",
+    title="weights too fine",
+    because="a blend keeps its weights exactly, in rounds of a table that must stay small",
+)
+
+LONGEST_ROUND = 2**20
+"""Places after which the pattern of a blend repeats, at most."""
 
 
 def stream(seed: int, *key: int) -> np.random.SeedSequence:
@@ -51,11 +66,62 @@ def samples_of_step(*, seed: int, step: int, global_batch: int, samples: int) ->
     """
     assert min(samples, global_batch, step + 1) > 0, (samples, global_batch, step)
     places = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
+    return samples_at(places, seed=seed, sizes=(samples,), weights=(1,))
+
+
+def samples_at(places: Ints, *, seed: int, sizes: Sequence[int], weights: Sequence[int]) -> Ints:
+    """The samples at `places` (ascending, from 0) of the endless stream: int64 of the same length.
+
+    Part i has `sizes[i]` samples, numbered after those of the parts before it, and takes `weights[i]` of every
+    sum(weights) places, evenly spread. Each part goes through epochs of its own.
+    """
+    pattern = _pattern(tuple(weights))
+    rounds, place = np.divmod(places, len(pattern))
+    out = np.empty(len(places), dtype=np.int64)
+    first = 0
+    for part, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        mine = pattern[place] == part
+        before = np.cumsum(pattern == part) - 1
+        out[mine] = first + _in_epochs(rounds[mine] * weight + before[place[mine]], seed=seed, part=part, samples=size)
+        first += size
+    return out
+
+
+def whole_weights(weights: Sequence[float], *, source: str = "data.weights") -> tuple[int, ...]:
+    """`weights` as the smallest whole numbers in the same proportion; decimals are taken as they are written.
+
+    Raises `Refused` (G302) where these numbers are too large to be kept to exactly.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in exact))
+    whole = [int(fraction * scale) for fraction in exact]
+    divisor = math.gcd(*whole)
+    found = tuple(number // divisor for number in whole)
+    if sum(found) > LONGEST_ROUND:
+        shares = [round(weight / sum(weights), 4) for weight in weights]
+        raise FINE_WEIGHTS.refuse(
+            f"the weights repeat only after {sum(found)} samples, more than {LONGEST_ROUND}",
+            (source, f"weights = {list(weights)}"),
+            hint=f"weights = {shares}",
+        )
+    return found
+
+
+@lru_cache(maxsize=8)
+def _pattern(weights: tuple[int, ...]) -> Ints:
+    """Which part takes each place of a round: weights[i] times part i, as evenly spread as they go."""
+    part = np.repeat(np.arange(len(weights), dtype=np.int64), weights)
+    nth = np.concatenate([np.arange(weight) for weight in weights])
+    return part[np.argsort((2 * nth + 1) / np.repeat(weights, weights), kind="stable")]
+
+
+def _in_epochs(places: Ints, *, seed: int, part: int, samples: int) -> Ints:
+    """The samples at ascending `places` of one part, each epoch in an order of its own."""
     epochs = places // samples
-    out = np.empty(global_batch, dtype=np.int64)
-    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+    out = np.empty(len(places), dtype=np.int64)
+    for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        out[here] = shuffled(places[here] % samples, seed=seed, epoch=epoch, samples=samples)
+        out[here] = shuffled(places[here] % samples, seed=seed, epoch=epoch, samples=samples, part=part)
     return out
 
 
@@ -70,14 +136,15 @@ def of_replica(samples: Ints, *, data_index: int, data: int, microbatch: int, mi
     return samples.reshape(microbatches, data, microbatch)[:, data_index]
 
 
-def shuffled(places: Ints, *, seed: int, epoch: int, samples: int) -> Ints:
-    """Where the permutation of (seed, epoch) over [0, samples) sends each of `places`; int64 of the same length.
+def shuffled(places: Ints, *, seed: int, epoch: int, samples: int, part: int = 0, purpose: int = ORDER) -> Ints:
+    """Where the permutation of (seed, purpose, epoch, part) over [0, samples) sends `places`; int64 of the same length.
 
     A Feistel network over the next even number of bits permutes without holding the permutation; a result
     beyond the end is permuted again until it lies inside (cycle walking; Black and Rogaway 2002).
     """
     half = max(1, (max(samples - 1, 1).bit_length() + 1) // 2)
-    keys = stream(seed, ORDER, epoch).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+    key = (purpose, epoch, part) if part else (purpose, epoch)
+    keys = stream(seed, *key).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
     out = _feistel(places.astype(np.uint64), half, keys)
     while (outside := out >= samples).any():
         out[outside] = _feistel(out[outside], half, keys)

@@ -7,15 +7,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from shardsmith.engine.dataset.indexed import Meta, TokenWriter, beside, dtype_for, prefix_of
-from shardsmith.engine.dataset.sources import Corpus, Skipped, Tally, find, pieces
+from shardsmith.engine.dataset.records import TURN, Form, Piece, read
+from shardsmith.engine.dataset.sources import NO_TEXT, PIECE, Corpus, Skipped, Tally, find
 from shardsmith.engine.dataset.tokenizer import (
     JsonTokenizer,
     Tokenizer,
+    Tokens,
     bpe_vocab,
     fingerprint,
     open_tokenizer,
@@ -26,8 +27,8 @@ from shardsmith.errors import Code, Fault, Refused, raise_errors
 Watch = Callable[[str, int, int], None]
 """Called with what is being done ("training the BPE", "encoding"), bytes read so far, and all bytes."""
 
-BATCH = 32
-"""Pieces encoded at once, on all cores: at most 2 Mi characters of text and their ids are in memory."""
+BATCH = 32 * PIECE
+"""Characters encoded at once, on all cores; these and their ids are in memory."""
 
 OUTPUT_EXISTS = Code(
     code="G004", title="output exists", because="prepared data that a run may be reading is not overwritten unasked"
@@ -43,7 +44,8 @@ OUTPUT_FAILED = Code(
 class Prepared:
     """What `prepare` wrote: `meta` as in the sidecar, `paths` by kind, and what of the input is not as it was.
 
-    `replaced` counts runs of bytes that were not UTF-8 and became U+FFFD, in `malformed` files.
+    `replaced` counts runs of bytes that were not UTF-8 and became U+FFFD, in `malformed` files; `empty` counts
+    records without text, which were left out.
     `asked_vocab` is the vocabulary a BPE was asked for; a small text gives fewer merges.
     """
 
@@ -53,6 +55,7 @@ class Prepared:
     skipped: tuple[Skipped, ...]
     replaced: int
     malformed: int
+    empty: int
     asked_vocab: int | None
 
     def as_json(self) -> dict[str, Any]:
@@ -60,6 +63,7 @@ class Prepared:
         return {
             "documents": self.meta.documents,
             "tokens": self.meta.tokens,
+            "targets": self.meta.tokens if self.meta.targets is None else self.meta.targets,
             "bytes": self.meta.bytes,
             "bytes_per_token": self.meta.bytes / self.meta.tokens,
             "vocab": self.meta.vocab,
@@ -71,6 +75,7 @@ class Prepared:
             "paths": {kind: str(path) for kind, path in self.paths.items()},
             "replaced": self.replaced,
             "malformed_files": self.malformed,
+            "empty_records": self.empty,
             "skipped": [{"path": str(s.path), "reason": s.reason} for s in self.skipped],
         }
 
@@ -83,10 +88,15 @@ def prepare(
     patterns: Sequence[str] = (),
     eod: str | None = None,
     limit_mb: float | None = None,
+    key: str = "text",
+    turn: str = TURN,
     force: bool = False,
     watch: Watch | None = None,
 ) -> Prepared:
-    """Write the text of `inputs` to `out`.bin/.idx, one document a file, each followed by the end-of-document token.
+    """Write the text of `inputs` to `out`.bin/.idx, each document followed by the end-of-document token.
+
+    A text file is one document; lines of `.jsonl` and rows of `.parquet` files are one each (`records`; `key` and
+    `turn` as in `Form`). Where only parts are to be learnt, `out`.mask.bin says which tokens.
 
     `tokenizer` is `byte`, `bpe:VOCAB` (trained on this text, saved as tokenizer.json beside the output), a
     tokenizer.json or a folder with one; `eod` names its end-of-document token. `limit_mb` (1e6 bytes) bounds the text.
@@ -94,7 +104,9 @@ def prepare(
     """
     prefix = prefix_of(out)
     paths = {"bin": beside(prefix, ".bin"), "idx": beside(prefix, ".idx"), "meta": beside(prefix, ".json")}
+    paths["mask"] = beside(prefix, ".mask.bin")
     faults: list[Fault] = []
+    form = _collect(faults, lambda: Form(key=key, turn=turn))
     asked = _collect(faults, lambda: bpe_vocab(tokenizer))
     ready: Any = None
     if asked is not None:
@@ -107,10 +119,11 @@ def prepare(
         ready = _collect(faults, lambda: open_tokenizer(tokenizer, eod=eod))
     raise_errors(faults)
     assert corpus is not None
+    assert form is not None
 
-    chosen = ready if asked is None else _train(corpus, vocab=asked, eod=eod, watch=watch)
+    chosen = ready if asked is None else _train(corpus, form, vocab=asked, eod=eod, watch=watch)
     with _staged(paths) as staged:
-        writer, tally = _encode(corpus, chosen, staged["bin"], watch=watch)
+        writer, tally = _encode(corpus, form, chosen, staged, watch=watch)
         content, file = None, None
         if isinstance(chosen, JsonTokenizer):
             content = chosen.content
@@ -122,11 +135,12 @@ def prepare(
             staged["tokenizer"].write_bytes(content)
     return Prepared(
         meta=meta,
-        paths=paths,
+        paths={kind: path for kind, path in paths.items() if kind != "mask" or writer.masked},
         dtype=str(writer.dtype.name),
         skipped=corpus.skipped,
         replaced=tally.replaced,
         malformed=tally.malformed,
+        empty=tally.empty,
         asked_vocab=asked,
     )
 
@@ -173,7 +187,8 @@ def _staged(paths: dict[str, Path]) -> Iterator[dict[str, Path]]:
     """Names to write to, which become `paths` if all goes well and vanish if not.
 
     The old index goes first and the new one comes last, so that a reader never finds an index with
-    another run's tokens. Raises `Refused` (G005) where the system refuses to write.
+    another run's tokens; what was not written (a mask that is not needed) is removed. Raises `Refused` (G005)
+    where the system refuses to write.
     """
     staged = {kind: path.with_name(f".{path.name}.{os.getpid()}") for kind, path in paths.items()}
     try:
@@ -181,7 +196,10 @@ def _staged(paths: dict[str, Path]) -> Iterator[dict[str, Path]]:
         yield staged
         paths["idx"].unlink(missing_ok=True)
         for kind in sorted(paths, key=lambda kind: kind == "idx"):
-            os.replace(staged[kind], paths[kind])
+            if staged[kind].exists():
+                os.replace(staged[kind], paths[kind])
+            else:
+                paths[kind].unlink(missing_ok=True)
     except OSError as error:
         raise Refused([_failed(paths["bin"].parent, error)]) from error
     finally:
@@ -189,31 +207,58 @@ def _staged(paths: dict[str, Path]) -> Iterator[dict[str, Path]]:
             path.unlink(missing_ok=True)
 
 
-def _train(corpus: Corpus, *, vocab: int, eod: str | None, watch: Watch | None) -> Tokenizer:
+def _train(corpus: Corpus, form: Form, *, vocab: int, eod: str | None, watch: Watch | None) -> Tokenizer:
     tally = Tally()
 
     def texts() -> Iterator[str]:
         for document in corpus.documents:
-            yield from pieces(document, tally=tally)
+            yield from (piece.text for piece in read(document, form=form, tally=tally) if not piece.markup)
             if watch is not None:
                 watch("training the BPE", tally.read, corpus.size)
 
     return train_bpe(texts(), vocab=vocab, eod=eod)
 
 
-def _encode(corpus: Corpus, tokenizer: Tokenizer, path: Path, *, watch: Watch | None) -> tuple[TokenWriter, Tally]:
+def _encode(
+    corpus: Corpus, form: Form, tokenizer: Tokenizer, staged: dict[str, Path], *, watch: Watch | None
+) -> tuple[TokenWriter, Tally]:
     tally = Tally()
-    with path.open("wb") as stream:
-        writer = TokenWriter(stream, dtype_for(tokenizer.vocab))
-        for document in corpus.documents:
-            texts = pieces(document, tally=tally)
-            for first in texts:
-                for tokens in tokenizer.encode(list(chain([first], islice(texts, BATCH - 1)))):
-                    writer.add(tokens)
-                if watch is not None:
-                    watch("encoding", tally.read, corpus.size)
-            writer.end_document(tokenizer.eod)
+    with staged["bin"].open("wb") as stream:
+        writer = TokenWriter(stream, dtype_for(tokenizer.vocab), mask=staged["mask"])
+        everything = (piece for document in corpus.documents for piece in read(document, form=form, tally=tally))
+        for batch in _batches(everything):
+            for piece, tokens in zip(batch, _ids(batch, tokenizer), strict=True):
+                writer.add(tokens, target=piece.target)
+                if piece.last:
+                    writer.end_document(tokenizer.eod, target=piece.target)
+            if watch is not None:
+                watch("encoding", tally.read, corpus.size)
+        writer.close()
+    if writer.tokens == 0:
+        raise NO_TEXT.refuse("none of the records holds text", hint="--key names the key of the text")
     return writer, tally
+
+
+def _batches(everything: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """The pieces in runs of about `BATCH` characters."""
+    batch: list[Piece] = []
+    held = 0
+    for piece in everything:
+        batch.append(piece)
+        held += len(piece.text) + 1
+        if held >= BATCH:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _ids(batch: list[Piece], tokenizer: Tokenizer) -> list[Tokens]:
+    """The ids of each piece; markup, which repeats in every conversation, is encoded once."""
+    plain = iter(tokenizer.encode([piece.text for piece in batch if not piece.markup]))
+    markup = list(dict.fromkeys(piece.text for piece in batch if piece.markup))
+    known = dict(zip(markup, tokenizer.encode(markup, markup=True), strict=True))
+    return [known[piece.text] if piece.markup else next(plain) for piece in batch]
 
 
 def _meta(
@@ -229,5 +274,6 @@ def _meta(
         max_id=writer.max_id,
         documents=len(writer.borders) - 1,
         tokens=writer.tokens,
-        bytes=tally.read,
+        bytes=tally.text,
+        targets=writer.targets if writer.masked else None,
     )

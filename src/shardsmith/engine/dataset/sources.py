@@ -15,9 +15,9 @@ from shardsmith.errors import Code, Fault, raise_errors
 TEXT_PATTERNS = (
     *("*.txt", "*.text", "*.md", "*.rst", "*.org", "*.tex", "*.html", "*.xml", "*.toml", "*.yaml"),
     *("*.py", "*.pyi", "*.c", "*.h", "*.cc", "*.cpp", "*.hpp", "*.cu", "*.rs", "*.go", "*.js", "*.ts"),
-    *("*.java", "*.rb", "*.sh", "*.sql"),
+    *("*.java", "*.rb", "*.sh", "*.sql", "*.jsonl", "*.parquet"),
 )
-"""What is read of a folder when no pattern is given: endings of files that hold text."""
+"""What is read of a folder when no pattern is given: endings of files that hold text or records of it."""
 
 PIECE = 2**16
 """Characters of a piece. A longer document is cut before a space, where byte-level BPE patterns cut in any case;
@@ -70,11 +70,16 @@ class Corpus:
 
 @dataclass
 class Tally:
-    """What was read so far: `read` bytes, `replaced` bytes runs that were not UTF-8, in `malformed` files."""
+    """What was read so far: `read` bytes of files, which held `text` bytes of text.
+
+    `replaced` counts runs of bytes that were not UTF-8, in `malformed` files; `empty` records without text.
+    """
 
     read: int = 0
+    text: int = 0
     replaced: int = 0
     malformed: int = 0
+    empty: int = 0
 
 
 def find(
@@ -84,7 +89,7 @@ def find(
 
     Folders are walked without hidden folders and links to folders, taking what matches `patterns`
     (default `TEXT_PATTERNS`). Empty files and files with a NUL byte near the start (binary, or text that
-    is not UTF-8) are skipped and listed. `limit` bounds the bytes: the last document is cut there.
+    is not UTF-8; Parquet aside) are skipped and listed. `limit` bounds the bytes: the last document is cut there.
     Raises `Refused` (G001, G002, G003), with all faults at once.
     """
     faults: list[Fault] = []
@@ -105,7 +110,7 @@ def find(
             reason = "is an output" if resolved in exclude else _unfit(path)
             size = path.stat().st_size
         except OSError as error:
-            faults.append(_unreadable(path, error))
+            faults.append(unreadable(path, error))
             continue
         if reason:
             skipped.append(Skipped(path=path, reason=reason))
@@ -130,9 +135,9 @@ def pieces(document: Document, *, tally: Tally, size: int = PIECE) -> Iterator[s
     for block in _decoded(document, tally, size):
         text += block
         while len(text) > size:
-            border = _border(text, size)
-            yield text[:border]
-            text = text[border:]
+            at = border(text, size)
+            yield text[:at]
+            text = text[at:]
     if text:
         yield text
 
@@ -145,18 +150,19 @@ def _decoded(document: Document, tally: Tally, block: int) -> Iterator[str]:
                 raw = stream.read(min(block, left))
                 left = left - len(raw) if raw else 0
                 tally.read += len(raw)
-                text, used, wrong = _decode(rest + raw, final=not left and not document.cut)
+                tally.text += len(raw)
+                text, used, wrong = decode(rest + raw, final=not left and not document.cut)
                 rest = (rest + raw)[used:]
                 replaced += wrong
                 yield text.removeprefix("\ufeff") if first else text
                 first = first and not text
     except OSError as error:
-        raise_errors([_unreadable(document.path, error)])
+        raise_errors([unreadable(document.path, error)])
     tally.replaced += replaced
     tally.malformed += replaced > 0
 
 
-def _decode(raw: bytes, *, final: bool) -> tuple[str, int, int]:
+def decode(raw: bytes, *, final: bool) -> tuple[str, int, int]:
     """Text, bytes used, and how many U+FFFD stand for bytes that are not UTF-8 (and not for U+FFFD itself)."""
     try:
         text, used = codecs.utf_8_decode(raw, "strict", final)
@@ -166,7 +172,7 @@ def _decode(raw: bytes, *, final: bool) -> tuple[str, int, int]:
         return text, used, text.count("\ufffd") - raw[:used].count("\ufffd".encode())
 
 
-def _border(text: str, size: int) -> int:
+def border(text: str, size: int) -> int:
     """The last place up to `size` before a space that follows a non-space, else `size`.
 
     There a word with its leading space begins, so the GPT-2 and Llama 3 word patterns cut there in any case.
@@ -205,7 +211,10 @@ def _walk(folder: Path, patterns: Sequence[str]) -> list[Path]:
 def _unfit(path: Path) -> str:
     with path.open("rb") as stream:
         head = stream.read(_SNIFF)
-    return "is empty" if not head else "is not UTF-8 text (it holds NUL bytes)" if b"\0" in head else ""
+    if not head:
+        return "is empty"
+    binary = b"\0" in head and path.suffix != ".parquet"
+    return "is not UTF-8 text (it holds NUL bytes)" if binary else ""
 
 
 def _nothing_at(entry: str, patterns: Sequence[str]) -> Fault:
@@ -221,5 +230,6 @@ def _nothing_at(entry: str, patterns: Sequence[str]) -> Fault:
     return NO_INPUT.fault(f"{entry} {what}", ("inputs", entry), hint="a file, a folder, or a quoted pattern")
 
 
-def _unreadable(path: Path, error: OSError) -> Fault:
-    return UNREADABLE.fault(f"{path} cannot be read", ("system", error.strerror or str(error)))
+def unreadable(path: Path, error: Exception) -> Fault:
+    """The fault (G003) of a file whose reading failed with `error`."""
+    return UNREADABLE.fault(f"{path} cannot be read", ("system", getattr(error, "strerror", None) or str(error)))

@@ -68,8 +68,11 @@ class Tokenizer(Protocol):
     def eod_token(self) -> str | None:
         """Text of the end-of-document token; None where it has none."""
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Ids of each text; nothing is added, cut or padded, and markup inside a text stays text."""
+    def encode(self, texts: Sequence[str], *, markup: bool = False) -> list[Tokens]:
+        """Ids of each text; nothing is added, cut or padded.
+
+        Special tokens that a text mentions stay text, unless it is `markup`.
+        """
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of ids; special tokens and ids that the tokenizer does not know are left out."""
@@ -148,8 +151,8 @@ class ByteTokenizer:
     eod: int = BYTES
     eod_token: str | None = None
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The UTF-8 bytes of each text."""
+    def encode(self, texts: Sequence[str], *, markup: bool = False) -> list[Tokens]:
+        """The UTF-8 bytes of each text; no text stands for the end of a document."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -171,8 +174,9 @@ class JsonTokenizer:
     content: bytes = field(repr=False)
     raw: Any = field(repr=False)
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+    def encode(self, texts: Sequence[str], *, markup: bool = False) -> list[Tokens]:
         """Ids of each text, without the tokens a model's template would add."""
+        self.raw.encode_special_tokens = not markup  # a document that mentions <|endoftext|> does not end there
         found = self.raw.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in found]
 
@@ -222,7 +226,6 @@ def _configured_end(path: Path) -> str | None:
 def _wrap(raw: Any, *, content: bytes, name: str, eod: str | None) -> JsonTokenizer:
     raw.no_truncation()
     raw.no_padding()
-    raw.encode_special_tokens = True  # a document that mentions <|endoftext|> does not end there
     ids: dict[str, int] = raw.get_vocab(with_added_tokens=True)
     end = eod if eod is not None else next((known for known in KNOWN_ENDS if known in ids), None)
     if end is None or end not in ids:

@@ -103,14 +103,23 @@ class Certificate:
         }
 
 
-def certify(setup: Setup, *, asked: Setup | None = None, steps: int, seed: int = 0, timeout_s: float) -> Certificate:
+def certify(
+    setup: Setup,
+    *,
+    asked: Setup | None = None,
+    steps: int,
+    seed: int = 0,
+    packed: bool = False,
+    timeout_s: float,
+) -> Certificate:
     """Train `steps` steps of SGD under the plan and in one process, and compare everything.
 
     Both see the same initial weights and the same synthetic batches, in which the valid tokens are spread
-    unevenly over sequences. Ranks are forked: the caller must not have run any torch operation.
+    unevenly over sequences; `packed` puts several documents into each. Ranks are forked: the caller must not
+    have run any torch operation.
     """
-    (reference,) = run_forked(_reference, 1, setup, steps, seed, timeout_s=timeout_s)
-    parts = run_forked(_rank, setup.plan.world, setup, steps, seed, timeout_s=timeout_s)
+    (reference,) = run_forked(_reference, 1, setup, steps, seed, packed, timeout_s=timeout_s)
+    parts = run_forked(_rank, setup.plan.world, setup, steps, seed, packed, timeout_s=timeout_s)
     found = _assemble(setup, parts)
     return compare(setup, asked or setup, reference, found, seed=seed)
 
@@ -148,14 +157,15 @@ def _worst(found: tuple[float, ...], reference: tuple[float, ...]) -> float:
     return max(abs(f - r) / abs(r) for f, r in zip(found, reference, strict=True))
 
 
-def _batches(setup: Setup, seed: int) -> Batches:
-    source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=setup.workload.seq_len, ignored=0.5)
+def _batches(setup: Setup, seed: int, packed: bool) -> Batches:
+    seq_len = setup.workload.seq_len
+    source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=seq_len, ignored=0.5, packed=packed)
     return batches_of(source, seed=seed, setup=setup)
 
 
-def _reference(setup: Setup, steps: int, seed: int) -> Record:
+def _reference(setup: Setup, steps: int, seed: int, packed: bool) -> Record:
     alone = replace(setup, plan=Plan(microbatch=1))
-    batches = [_batches(alone, seed).batch(step, 0) for step in range(steps)]
+    batches = [_batches(alone, seed, packed).batch(step, 0) for step in range(steps)]
     return run_reference(setup.model, batches, SGD, seed=seed, dtype=DTYPES[setup.workload.dtype])
 
 
@@ -167,10 +177,10 @@ class _Part:
     values: dict[str, tuple[tuple[int, ...], Any]]
 
 
-def _rank(setup: Setup, steps: int, seed: int) -> _Part:
+def _rank(setup: Setup, steps: int, seed: int, packed: bool) -> _Part:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     trainer = Trainer(setup, SGD, rank=rank, seed=seed, device=torch.device("cpu"))
-    batches = _batches(setup, seed)
+    batches = _batches(setup, seed, packed)
     results = []
     gradients: dict[str, tuple[tuple[int, ...], Any]] = {}
     for step in range(steps):

@@ -61,7 +61,7 @@ def _accumulate(module: Stage, batch: list[Microbatch]) -> float:
     tokens = max(1, sum(int((m.labels != IGNORED).sum()) for m in batch))
     total = 0.0
     for m in batch:
-        logits_SBV = module(m.tokens.t(), m.positions[:, None])
+        logits_SBV = module(m.tokens.t(), m.positions.t(), m.documents)
         loss = F.cross_entropy(logits_SBV.flatten(0, 1), m.labels.t().flatten(), ignore_index=IGNORED, reduction="sum")
         (loss / tokens).backward()
         total += loss.item()

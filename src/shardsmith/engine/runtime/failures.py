@@ -51,6 +51,9 @@ STEP_BACK_S = 3.0
 
 _OUTPUT_LINES = 10
 
+_stacks: int | None = None
+"""Descriptor of this rank's stack file."""
+
 _WAITING = ("timed out waiting", "timeout(ms)", "wait timeout", "collective operation timeout", "timed out after")
 _CONSEQUENCE = (
     "connection closed by peer",
@@ -141,11 +144,22 @@ def prepare_rank(folder: Path, rank: int, *, keep_terminal: bool) -> None:
         # the parent's objects may point elsewhere (a test runner's capture); a rank writes to its own descriptors
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    stacks = os.open(_path(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    faulthandler.enable(file=stacks, all_threads=True)
+    global _stacks
+    _stacks = os.open(_path(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    faulthandler.enable(file=_stacks, all_threads=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-        faulthandler.register(number, file=stacks, all_threads=True, chain=True)
+        leave_stack_on(number)
+
+
+def leave_stack_on(number: int) -> None:
+    """Let the signal leave this rank's Python stack in its folder before its handler of this moment runs.
+
+    To be called again after the handler was changed; does nothing in a process that is no prepared rank.
+    """
+    if _stacks is not None:
+        faulthandler.unregister(number)
+        faulthandler.register(number, file=_stacks, all_threads=True, chain=True)
 
 
 def run_guarded(function: Callable[..., Any], args: Sequence[Any], folder: Path, rank: int) -> Any:

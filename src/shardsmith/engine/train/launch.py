@@ -6,30 +6,39 @@ Where a launcher has already made this process a rank (torchrun, srun, mpirun), 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 
 from shardsmith.engine.runtime import environment, failures, process, progress
 
+T = TypeVar("T")
+
+SHUTDOWN_S = 10
+"""How long ranks may take to go once another one has failed; then they are killed."""
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(
-    function: Callable[..., object], args: Sequence[Any], *, world: int, timeout_s: float, log_dir: str | Path
-) -> None:
+def launch(function: Callable[..., T], args: Sequence[Any], *, world: int, timeout_s: float, log_dir: str | Path) -> T:
     """Call `function(*args)` on `world` local ranks, or here where this process already is one of `world` ranks.
+
+    Returns what rank 0, or this process as a rank, returned.
 
     Each rank finds its place by `environment.detect()`. Rank 0 keeps the terminal; the others write to
     `log_dir/rank<N>.log`. When a rank dies all are ended, and `RankFailed` carries its own error (R201), the
     signal that killed it (R202), or who kept the others waiting (R203). `timeout_s` seconds bound the
-    rendezvous. SIGTERM and SIGINT end all ranks and then this process (SystemExit 143, KeyboardInterrupt).
+    rendezvous. SIGINT ends all ranks and then this process (KeyboardInterrupt). SIGTERM is passed on to the
+    ranks: if they end well, having noticed it, this returns as ever; if they do not, or at a second SIGTERM,
+    all end, and then this process (SystemExit 143).
     Raises `Refused` (R106) if a launcher started another number of ranks.
     """
     folder = Path(log_dir).absolute()
@@ -37,12 +46,11 @@ def launch(
     here = environment.detect()
     if here.launcher == "none":
         failures.clear(folder)
-        _run_agent(function, tuple(args), world, timeout_s, folder)
-        return
+        return _run_agent(function, tuple(args), world, timeout_s, folder)
     environment.require_world(here, world)
     progress.start_notes(folder, here.rank)
     try:
-        function(*args)
+        return function(*args)
     except Exception as error:
         failures.write_failure(failures.describe(here.rank, error), folder)
         failures.explain_here(here.rank, world, folder, error)
@@ -51,9 +59,7 @@ def launch(
         progress.stop_notes()
 
 
-def _run_agent(
-    function: Callable[..., object], args: tuple[Any, ...], world: int, timeout_s: float, folder: Path
-) -> None:
+def _run_agent(function: Callable[..., T], args: tuple[Any, ...], world: int, timeout_s: float, folder: Path) -> T:
     # asking NVML instead of the CUDA runtime keeps CUDA usable in forked ranks
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,12 +81,16 @@ def _run_agent(
         monitor_interval=0.1,
         start_method="fork",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle=",".join(number.name for number in _SIGNALS),
+        signals_to_handle=",".join(number.name for number in _SIGNALS if number is not signal.SIGTERM),
+        shutdown_timeout=SHUTDOWN_S,
     )
-    with _kept_signals(), _quiet_agent():
+    with _kept_signals(), _quiet_agent(), _passing_on() as terminated:
         try:
-            elastic_launch(config, _rank)(function, args, world, folder)
+            returned: dict[int, T] = elastic_launch(config, _rank)(function, args, world, folder)
+            return returned[0]
         except ChildFailedError as error:
+            if terminated():
+                raise SystemExit(128 + signal.SIGTERM) from None
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             raise failures.judge(folder, world, exit_codes=codes) from None
         except SignalException as error:
@@ -89,13 +99,34 @@ def _run_agent(
             raise SystemExit(128 + error.sigval) from None
 
 
-def _rank(function: Callable[..., object], args: tuple[Any, ...], world: int, folder: Path) -> None:
+@contextmanager
+def _passing_on() -> Iterator[Callable[[], bool]]:
+    """The first SIGTERM goes on to the ranks and a second one ends all; yields whether one has come."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    came: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise SignalException("a second SIGTERM", signal.Signals(number))
+        for child in multiprocessing.active_children():
+            with suppress(ProcessLookupError):
+                os.kill(child.pid or 0, number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+    yield lambda: bool(came)
+
+
+def _rank(function: Callable[..., T], args: tuple[Any, ...], world: int, folder: Path) -> T:
     """One forked rank, from its first line to its last."""
     rank = int(os.environ["RANK"])
     failures.prepare_rank(folder, rank, keep_terminal=rank == 0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // world))
-    failures.run_guarded(function, args, folder, rank)
+    result: T = failures.run_guarded(function, args, folder, rank)
+    return result
 
 
 @contextmanager

@@ -6,82 +6,116 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from shardsmith.engine.dataset.batches import Batches, batches_of, open_source
-from shardsmith.engine.runtime import environment, process, progress
+from shardsmith.engine.dataset.batches import batches_of, held_out_of
+from shardsmith.engine.dataset.open import open_data
+from shardsmith.engine.runtime import environment, preemption, process, progress
+from shardsmith.engine.train.evaluate import evaluate
+from shardsmith.engine.train.first_steps import CHECKED_STEPS, check_batches
 from shardsmith.engine.train.gather import full_parameters, measured_timeline
 from shardsmith.engine.train.metrics import MetricsWriter, StepMetrics
+from shardsmith.engine.train.nonfinite import stop_nonfinite
+from shardsmith.engine.train.optimizer import set_learning_rate
 from shardsmith.engine.train.step import StepResult, Trainer
 from shardsmith.plan.setup import Job
 from shardsmith.schedule.ir import Kind
 from shardsmith.specs.flops import mfu, model_flops
+from shardsmith.specs.learning_rate import learning_rate
 
 WEIGHTS_FILE = "model.safetensors"
 """Full final weights in the run's folder, under the model's own tensor names."""
 
 
-def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> None:
+def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> bool:
     """Train as `job` says; every rank of the plan's world calls this in a process of its own.
 
     Writes into `job.run.folder` from rank 0: metrics.jsonl, TensorBoard events, the recorded timeline
-    (timeline.json, trace.json) and the final weights.
+    (timeline.json, trace.json) and the final weights. A SIGTERM to any rank ends all of them after the step
+    they are in; returns whether that came to pass before the last step.
     """
     here = process.start(environment.detect(), timeout_s=job.run.timeout_s)
     try:
-        rank = here.environment.rank
         trainer = Trainer(
             job.setup,
             job.optimisation,
-            rank=rank,
+            rank=here.environment.rank,
             seed=job.run.seed,
             device=here.device,
             timeout_s=job.run.timeout_s,
             pace=pace,
         )
         trainer.check_replicas()
-        source = open_source(
-            job.data.path, seed=job.data.seed, vocab=job.setup.model.vocab, seq_len=job.setup.workload.seq_len
-        )
-        batches = batches_of(source, seed=job.data.seed, setup=trainer.setup)
-        folder = Path(job.run.folder)
-        _steps(job, trainer, batches, folder, notes=_notes(pace))
+        with preemption.noticed(lambda: setattr(trainer, "stopping", True)):
+            preempted = _steps(job, trainer, notes=_notes(pace))
         full = full_parameters(trainer)
         if full is not None:
-            save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+            save_file(full, Path(job.run.folder) / WEIGHTS_FILE, metadata={"format": "pt"})
+        return preempted
     finally:
         process.stop()
 
 
-def _steps(job: Job, trainer: Trainer, batches: Batches, folder: Path, notes: tuple[str, ...]) -> None:
-    rank = dist.get_rank()
-    writer = MetricsWriter(folder, tensorboard=job.run.tensorboard) if rank == 0 else None
-    with _progress_bar(job.run.steps, shown=rank == 0) as report:
-        for step in range(job.run.steps):
+def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> bool:
+    """All steps of the run; returns whether it was stopped before the last one."""
+    run, setup, rank, folder = job.run, trainer.setup, dist.get_rank(), Path(job.run.folder)
+    data = open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    batches = batches_of(data.train, seed=job.data.seed, setup=setup)
+    held_out = None
+    if data.held_out is not None and run.eval_every:
+        held_out = held_out_of(data.held_out, seed=job.data.seed, setup=setup, most=run.eval_batches)
+    writer = MetricsWriter(folder, tensorboard=run.tensorboard) if rank == 0 else None
+    done, stop = 0, False
+    with _progress_bar(run.steps, shown=rank == 0) as report:
+        for step in range(run.steps):
             progress.at_step(step)
-            traced = step == job.run.timeline_step
-            if traced:
-                trainer.recorder.clear()
-                dist.barrier()
-            trainer.recorder.tracing = trainer.recorder.counting = traced
-            start = time.monotonic()
-            result = trainer.step(trainer.move(batches.batch(step, trainer.data_index)))
-            metrics = _metrics(job, step, result, time.monotonic() - start)
-            if traced:
-                trainer.recorder.tracing = trainer.recorder.counting = False
-                _write_timeline(trainer, folder, notes)
-            if writer is not None:
+            last = step == run.steps - 1
+            microbatches = batches.batch(step, trainer.data_index)
+            if step < CHECKED_STEPS:
+                check_batches(trainer.move(microbatches), batches, trainer.groups, step)
+            rate = learning_rate(job.optimisation, done, run.steps)
+            set_learning_rate(trainer.optimizer, rate)
+            with _traced(trainer, folder, notes, on=step == run.timeline_step):
+                start = time.monotonic()
+                result = trainer.step(trainer.move(microbatches))
+                seconds = time.monotonic() - start
+            if result.skipped and job.optimisation.nonfinite == "stop":
+                stop_nonfinite(trainer, result, step)
+            done += not result.skipped
+            stop = result.stop and not last
+            metrics = _metrics(job, step, result, seconds, rate)
+            if held_out is not None and not stop and (last or (step + 1) % run.eval_every == 0):
+                metrics = replace(metrics, eval_loss=evaluate(trainer, held_out).loss)
+            logged = last or stop or metrics.eval_loss is not None or step % run.log_every == 0
+            if writer is not None and logged:
                 writer.write(metrics)
             report(metrics)
+            if stop:
+                break
     if writer is not None:
         writer.close()
+    return stop
 
 
-def _metrics(job: Job, step: int, result: StepResult, seconds: float) -> StepMetrics:
+@contextmanager
+def _traced(trainer: Trainer, folder: Path, notes: tuple[str, ...], *, on: bool) -> Iterator[None]:
+    """Record the step inside, if `on`, and write its timeline."""
+    if on:
+        trainer.recorder.clear()
+        dist.barrier()
+    trainer.recorder.tracing = trainer.recorder.counting = on
+    yield
+    trainer.recorder.tracing = trainer.recorder.counting = False
+    if on:
+        _write_timeline(trainer, folder, notes)
+
+
+def _metrics(job: Job, step: int, result: StepResult, seconds: float, rate: float) -> StepMetrics:
     setup = job.setup
     flops = model_flops(setup.model, seq_len=setup.workload.seq_len, tokens=result.tokens)
     peak = setup.cluster.device.peak(setup.workload.dtype)
@@ -94,7 +128,8 @@ def _metrics(job: Job, step: int, result: StepResult, seconds: float) -> StepMet
         tokens_per_s=result.tokens / seconds,
         mfu=share,
         step_time_s=seconds,
-        lr=job.optimisation.lr,
+        lr=rate,
+        skipped=result.skipped,
     )
 
 
@@ -131,6 +166,8 @@ def _progress_bar(steps: int, *, shown: bool) -> Iterator[Any]:
 
         def report(metrics: StepMetrics) -> None:
             status = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
+            if metrics.eval_loss is not None:
+                status += f"  held out {metrics.eval_loss:.4f}"
             bar.update(task, advance=1, status=status)
 
         yield report

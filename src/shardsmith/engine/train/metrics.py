@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -13,7 +14,8 @@ class StepMetrics:
     """One optimiser step: `loss` is the mean over all valid tokens of the step, `grad_norm` global and unclipped.
 
     `tokens` counts valid targets over all data ranks, `tokens_per_s` those of the whole world; `mfu` is
-    None where the peak of the device is not known.
+    None where the peak of the device is not known. `eval_loss` is the mean over the targets held out, None in
+    steps without evaluation. `skipped` steps left the parameters alone; their loss or norm was not finite.
     """
 
     step: int
@@ -24,6 +26,13 @@ class StepMetrics:
     mfu: float | None
     step_time_s: float
     lr: float
+    eval_loss: float | None = None
+    skipped: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; what is not a finite number, which JSON cannot say, is None."""
+        values = asdict(self)
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 class MetricsWriter:
@@ -40,11 +49,12 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""
-        self._lines.write(json.dumps(asdict(metrics)) + "\n")
+        values = metrics.as_json()
+        self._lines.write(json.dumps(values) + "\n")
         self._lines.flush()
         if self._board is not None:
-            for name, value in asdict(metrics).items():
-                if name != "step" and value is not None:
+            for name, value in values.items():
+                if name not in ("step", "skipped") and value is not None:
                     self._board.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:

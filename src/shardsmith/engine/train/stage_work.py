@@ -39,13 +39,17 @@ class StageWork:
         self.pace = dict(pace or {})
         self.microbatches: list[Microbatch] = []
         self.tokens = 1.0
+        self.training = True
         self.loss_sums: dict[int, Tensor] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
-    def begin(self, microbatches: list[Microbatch], tokens: float) -> None:
-        """Take the microbatches of a step, and the number of valid tokens of the step over all ranks."""
-        self.microbatches, self.tokens = microbatches, tokens
+    def begin(self, microbatches: list[Microbatch], tokens: float, *, training: bool = True) -> None:
+        """Take the microbatches of a step, and the number of valid tokens of the step over all ranks.
+
+        Without `training` forwards keep nothing, and no backward may follow.
+        """
+        self.microbatches, self.tokens, self.training = microbatches, tokens, training
         self.loss_sums.clear()
 
     def before(self, action: Action, *, last: bool) -> None:
@@ -71,13 +75,15 @@ class StageWork:
         stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]
         entered = None
         if incoming is not None:
-            entered = incoming.detach().requires_grad_()
-        left = stage(batch.tokens.t() if entered is None else entered, batch.positions[:, None])
-        if stage.stage.head:
-            loss = stage.loss_sum(left, batch.labels.t())
-            self.loss_sums[action.microbatch] = loss.detach()
-            left = loss / self.tokens
-        self._live[action.stage, action.microbatch] = _Live(entered, left)
+            entered = incoming.detach().requires_grad_(self.training)
+        with torch.set_grad_enabled(self.training):
+            left = stage(batch.tokens.t() if entered is None else entered, batch.positions.t(), batch.documents)
+            if stage.stage.head:
+                loss = stage.loss_sum(left, batch.labels.t())
+                self.loss_sums[action.microbatch] = loss.detach()
+                left = loss / self.tokens
+        if self.training:
+            self._live[action.stage, action.microbatch] = _Live(entered, left)
         return None if stage.stage.head else left.detach()
 
     def _backward(self, action: Action, incoming: Tensor | None) -> Tensor | None:

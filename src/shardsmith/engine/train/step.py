@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from shardsmith.engine.parallel.pipeline import Wire
 from shardsmith.engine.runtime.groups import Groups, make_groups
 from shardsmith.engine.runtime.interpreter import Interpreter
 from shardsmith.engine.runtime.recorder import Recorder
-from shardsmith.engine.runtime.vocabulary import IGNORED
 from shardsmith.engine.train.norm import clip_factor, largest_entry, squared_norm
 from shardsmith.engine.train.optimizer import make_optimizer
 from shardsmith.engine.train.replicas import check_replicas
@@ -29,7 +29,8 @@ from shardsmith.plan.batch import batching
 from shardsmith.plan.mesh import data_index, mesh_of
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stages
-from shardsmith.schedule.ir import Kind
+from shardsmith.schedule.forward import forward_only
+from shardsmith.schedule.ir import Kind, Order
 from shardsmith.schedule.lower import Payload, lower
 from shardsmith.schedule.orders import build
 from shardsmith.specs.job import Optimisation
@@ -40,11 +41,17 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step did, the same numbers on every rank."""
+    """What one step did, the same numbers on every rank.
+
+    `skipped`: loss or gradient was not finite, so the parameters are those from before. `stop`: some rank
+    was asked to stop.
+    """
 
     loss: float
     grad_norm: float
     tokens: int
+    skipped: bool = False
+    stop: bool = False
 
 
 class Trainer:
@@ -92,9 +99,10 @@ class Trainer:
         self.tied_gradients = self._gradients(self._tied())
         self.optimizer = make_optimizer(self.parameters(), self.weights, optimisation)
         self.work = StageWork(self.stages, self.gradients, self.recorder, pace)
-        self.interpreter: Interpreter[Tensor] = Interpreter(lower(order).ranks[self.coord.pipeline], order.stages)
-        wires = {Payload.ACTIVATION: self.groups.forward, Payload.GRADIENT: self.groups.backward}
-        self.wire = Wire(wires, self._message_shape, self.dtype, device)
+        self.interpreter, self.wire = self._program(order)
+        self.forward_interpreter, self.forward_wire = self._program(forward_only(order))
+        self.stopping = False
+        """Set to ask all ranks to stop after the step; see `StepResult.stop`."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by global name, each once."""
@@ -110,15 +118,7 @@ class Trainer:
 
     def move(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """`microbatches` on this rank's device."""
-        return [
-            replace(
-                m,
-                tokens=m.tokens.to(self.device),
-                labels=m.labels.to(self.device),
-                positions=m.positions.to(self.device),
-            )
-            for m in microbatches
-        ]
+        return [m.to(self.device) for m in microbatches]
 
     def step(self, microbatches: list[Microbatch]) -> StepResult:
         """Forward, backward, reductions, clipping and one optimiser step on this rank's `microbatches`."""
@@ -128,11 +128,22 @@ class Trainer:
         self.interpreter.run(self.work, self.wire)
         self._reduce_gradients()
         result = self._summarise(microbatches)
+        if result.skipped:  # every rank has the same numbers, so all turn back together
+            return result
         factor = clip_factor(result.grad_norm, self.optimisation.clip)
         if factor != 1.0:
             torch._foreach_mul_([b.flat for g in self._all_gradients() for b in g.buckets], factor)
         self.optimizer.step()
         return result
+
+    def evaluate(self, microbatches: list[Microbatch]) -> tuple[float, int]:
+        """Sum of the losses and number of targets of this rank's `microbatches`, by forward passes alone.
+
+        (0, 0) on all ranks but one of each data rank, so that sums over the world count everything once.
+        """
+        self.work.begin(microbatches, 1.0, training=False)
+        self.forward_interpreter.run(self.work, self.forward_wire)
+        return self._counted(microbatches)
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the one that counts, saves or reports its shard of `name` (replicas: the first)."""
@@ -141,6 +152,12 @@ class Trainer:
         if self.shards[name].tensor_dim is None and self.coord.tensor:
             return False
         return name not in self._tied() or self.groups.tied.index == 0
+
+    def _program(self, order: Order) -> tuple[Interpreter[Tensor], Wire]:
+        """What performs `order` on this rank, and its wire, which checks the messages of the first run."""
+        wires = {Payload.ACTIVATION: self.groups.forward, Payload.GRADIENT: self.groups.backward}
+        steps = lower(order).ranks[self.coord.pipeline]
+        return Interpreter(steps, order.stages), Wire(wires, self._message_shape, self.dtype, self.device)
 
     def _build(self, index: int, weights: tuple[Weight, ...], seed: int) -> Stage:
         plan, model = self.setup.plan, self.setup.model
@@ -204,19 +221,29 @@ class Trainer:
     def _summarise(self, microbatches: list[Microbatch]) -> StepResult:
         """Loss, norm and tokens of the whole step in one small collective over all ranks."""
         counted = [p.grad for name, p in self.parameters().items() if self.owns(name) and p.grad is not None]
-        loss, tokens = 0.0, 0
-        if self.work.loss_sums and self.coord.tensor == 0 and self.coord.context == 0:
-            loss = float(torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum())
-            tokens = _valid_tokens(microbatches)
-        mine = torch.tensor([0.0, loss, float(tokens)], dtype=torch.float64, device=self.device)
+        loss, tokens = self._counted(microbatches)
+        mine = torch.tensor([0.0, loss, float(tokens), self.stopping], dtype=torch.float64, device=self.device)
         mine[0] = squared_norm(counted)
-        square, loss, count = self.groups.world.all_reduce(mine, "step_summary").tolist()
+        square, loss, count, stop = self.groups.world.all_reduce(mine, "step_summary").tolist()
         norm = square**0.5
         if self.optimisation.norm == "max":
             largest = largest_entry(counted).to(self.device)
             norm = self.groups.world.all_reduce(largest, "largest_gradient", dist.ReduceOp.MAX).item()
-        return StepResult(loss=loss / max(1.0, count), grad_norm=norm, tokens=int(count))
+        return StepResult(
+            loss=loss / max(1.0, count),
+            grad_norm=norm,
+            tokens=int(count),
+            skipped=not (math.isfinite(loss) and math.isfinite(square)),
+            stop=stop > 0,
+        )
+
+    def _counted(self, microbatches: list[Microbatch]) -> tuple[float, int]:
+        """Losses and targets that this rank has to report; (0, 0) where another rank reports them."""
+        if not self.work.loss_sums or self.coord.tensor or self.coord.context:
+            return 0.0, 0
+        loss = torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum()
+        return float(loss), _valid_tokens(microbatches)
 
 
 def _valid_tokens(microbatches: list[Microbatch]) -> int:
-    return sum(int((m.labels != IGNORED).sum()) for m in microbatches)
+    return sum(m.targets for m in microbatches)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardsmith.engine.dataset.batches import Synthetic, batches_of, open_source
+from shardsmith.engine.dataset.batches import Synthetic, batches_of
+from shardsmith.engine.dataset.open import open_data
 from shardsmith.engine.dataset.prepare import prepare
 from shardsmith.engine.parity.reference import Record, run_reference
 from shardsmith.engine.runtime.forked import run_forked
@@ -54,7 +55,7 @@ def train(asked: Job) -> list[dict]:
 def reference(asked: Job) -> Record:
     """The run in one process by torch's own loss, autograd, clipping and optimiser."""
     model, data = asked.setup.model, asked.data
-    source = open_source(data.path, seed=data.seed, vocab=model.vocab, seq_len=asked.setup.workload.seq_len)
+    source = open_data(data, vocab=model.vocab, seq_len=asked.setup.workload.seq_len).train
     alone = replace(asked.setup, plan=Plan(microbatch=4))
     batches = batches_of(source, seed=data.seed, setup=alone)
     steps = [batches.batch(step, 0) for step in range(asked.run.steps)]

@@ -8,6 +8,7 @@ cause. So every failure has a kind: `cause` (it happened here), `waiting` (a wai
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -134,6 +135,7 @@ def prepare_rank(folder: Path, rank: int, *, keep_terminal: bool) -> None:
     SIGTERM and SIGINT end it at once, also inside native code, and leave its Python stack in `folder`; crashes do
     too. Output goes to `log_path(folder, rank)` unless `keep_terminal`.
     """
+    gc.freeze()  # a destructor of the parent's garbage may wait for a thread that only the parent has
     progress.start_notes(folder, rank)
     if not keep_terminal:
         sys.stdout.flush()
@@ -148,18 +150,20 @@ def prepare_rank(folder: Path, rank: int, *, keep_terminal: bool) -> None:
     _stacks = os.open(_path(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     faulthandler.enable(file=_stacks, all_threads=True)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-        leave_stack_on(number)
+        handle(number, signal.SIG_DFL)
 
 
-def leave_stack_on(number: int) -> None:
-    """Let the signal leave this rank's Python stack in its folder before its handler of this moment runs.
+def handle(number: signal.Signals, handler: Any) -> Any:
+    """Let `handler` take a signal, as `signal.signal` does; returns the handler before.
 
-    To be called again after the handler was changed; does nothing in a process that is no prepared rank.
+    In a prepared rank its Python stack is left in its folder all the same, before the handler runs.
     """
     if _stacks is not None:
-        faulthandler.unregister(number)
+        faulthandler.unregister(number)  # puts back what was there when it was registered
+    before = signal.signal(number, handler)
+    if _stacks is not None:
         faulthandler.register(number, file=_stacks, all_threads=True, chain=True)
+    return before
 
 
 def run_guarded(function: Callable[..., Any], args: Sequence[Any], folder: Path, rank: int) -> Any:

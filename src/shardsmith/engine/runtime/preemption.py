@@ -25,10 +25,8 @@ def noticed(request: Callable[[], None]) -> Iterator[None]:
     def handler(number: int, frame: FrameType | None) -> None:
         request()
 
-    before = signal.signal(signal.SIGTERM, handler)
-    failures.leave_stack_on(signal.SIGTERM)
+    before = failures.handle(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-        failures.leave_stack_on(signal.SIGTERM)
+        failures.handle(signal.SIGTERM, before)

@@ -5,6 +5,7 @@ Where a launcher has already made this process a rank (torchrun, srun, mpirun), 
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -21,9 +22,6 @@ import torch
 from shardsmith.engine.runtime import environment, failures, process, progress
 
 T = TypeVar("T")
-
-SHUTDOWN_S = 10
-"""How long ranks may take to go once another one has failed; then they are killed."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -82,8 +80,8 @@ def _run_agent(function: Callable[..., T], args: tuple[Any, ...], world: int, ti
         start_method="fork",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle=",".join(number.name for number in _SIGNALS if number is not signal.SIGTERM),
-        shutdown_timeout=SHUTDOWN_S,
     )
+    gc.collect()  # what an earlier launch left behind must not be destroyed in a fork, where its threads are missing
     with _kept_signals(), _quiet_agent(), _passing_on() as terminated:
         try:
             returned: dict[int, T] = elastic_launch(config, _rank)(function, args, world, folder)

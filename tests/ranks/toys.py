@@ -39,7 +39,7 @@ def microbatch(
         samples=tuple(range(len(tokens))),
         tokens=torch.tensor(tokens),
         labels=torch.tensor(labels),
-        positions=torch.arange(first, first + len(tokens[0])),
+        positions=torch.arange(first, first + len(tokens[0]))[None],
     )
 
 
@@ -102,7 +102,7 @@ class ToyStage(nn.Module):
             else:
                 setattr(self, name, parameter)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         """Tokens [S, B] or values [S, B, 1] -> values [S, B, 1]."""
         entered = x.double()[..., None] if self.stage.embedding else x
         return self.toy.value(dict(self.named_parameters()), entered)

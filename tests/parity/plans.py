@@ -51,11 +51,12 @@ SCALED = LLAMA.with_(
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; `steps` optimiser steps are compared."""
+    """One line of the table; `steps` optimiser steps are compared, with several documents in a sequence if `packed`."""
 
     name: str
     setup: Setup
     steps: int = 2
+    packed: bool = False
 
 
 def row(
@@ -66,6 +67,7 @@ def row(
     seq_len: int = SEQ_LEN,
     dtype: Dtype = "float64",
     steps: int = 2,
+    packed: bool = False,
     **changes: object,
 ) -> Row:
     """A row whose plan is `line`, by default with 3 microbatches of one sequence; `changes` go into the model."""
@@ -75,7 +77,7 @@ def row(
     assert plan.microbatches is not None, "stated above"
     workload = Workload(seq_len=seq_len, global_batch=plan.data * plan.microbatch * plan.microbatches, dtype=dtype)
     setup = Setup(model=model.with_(**changes), workload=workload, cluster=cluster_named("local"), plan=plan)
-    return Row(name=name, setup=setup, steps=steps)
+    return Row(name=name, setup=setup, steps=steps, packed=packed)
 
 
 def llama(tensor: int, **changes: object) -> ModelSpec:
@@ -193,6 +195,17 @@ FLOAT32 = (
     row("float32 interleaved", "data=2,pipeline=2,schedule=interleaved,microbatches=4", dtype="float32"),
 )
 
+PACKED = (
+    row("packed, data 2", "data=2,microbatch=2", packed=True),
+    row("packed, tensor 2 sp, tied", "tensor=2,sequence_parallel=true", GPT, packed=True),
+    row("packed, pipeline 2", "pipeline=2,microbatch=2,microbatches=2", packed=True),
+    row(
+        "packed, 2 x 2 x 2 interleaved sp",
+        "data=2,tensor=2,pipeline=2,sequence_parallel=true,schedule=interleaved,stages_per_rank=2",
+        packed=True,
+    ),
+)
+
 TABLE = (
     *AXES,
     *PAIRS,
@@ -204,4 +217,5 @@ TABLE = (
     *VOCABULARIES,
     *DETAILS,
     *FLOAT32,
+    *PACKED,
 )

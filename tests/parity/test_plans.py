@@ -30,7 +30,7 @@ TIMEOUT_S = 60.0
 
 
 def certified(found: Row) -> Certificate:
-    return certify(found.setup, steps=found.steps, timeout_s=TIMEOUT_S)
+    return certify(found.setup, steps=found.steps, packed=found.packed, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("found", TABLE, ids=[r.name for r in TABLE])

@@ -12,8 +12,10 @@ import pytest
 
 from shardsmith.errors import Refused
 from shardsmith.specs.hf_config import from_hf_config
-from shardsmith.specs.library import model_named, model_names, model_origin
-from shardsmith.specs.model import ModelSpec, RopeScaling, parameter_count, weights
+from shardsmith.specs.hf_names import hf_tensors, located
+from shardsmith.specs.hf_write import to_hf_config
+from shardsmith.specs.library import model_named, model_names, model_origin, model_toml
+from shardsmith.specs.model import ModelSpec, RopeScaling, YarnScaling, parameter_count, weights
 from shardsmith.specs.model_rules import model_faults
 
 COUNTS = {
@@ -26,6 +28,11 @@ COUNTS = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
     "smollm2-135m": 134_515_008,
     "tiny-llama": 869_504,
     "tiny-gpt": 891_648,
@@ -60,8 +67,9 @@ def test_tiny_models_split_by_two_and_four() -> None:
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_in_forward_order_each_once(name: str, tied: bool) -> None:
-    listed = weights(model_named(name).with_(tied=tied))
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_weights_in_forward_order_each_once(name: str, tied: bool, qk_norm: bool) -> None:
+    listed = weights(model_named(name).with_(tied=tied, qk_norm=qk_norm))
     names = [w.name for w in listed]
     assert len(set(names)) == len(names)
     assert names[0] == "embedding.weight"
@@ -72,7 +80,7 @@ def test_weights_in_forward_order_each_once(name: str, tied: bool) -> None:
     assert names[-1] == (
         "head.weight" if not tied else "final_norm.bias" if name == "tiny-gpt" else "final_norm.weight"
     )
-    assert all(w.decay == (w.role != "norm" and not w.bias) for w in listed)
+    assert all(w.decay == (w.role not in ("norm", "head_norm") and not w.bias) for w in listed)
     assert all((w.init == "normal") == (len(w.shape) == 2) for w in listed)
 
 
@@ -214,3 +222,111 @@ def test_rotary_settings_on_learned_positions_are_not_ignored() -> None:
     assert [fault.code for fault in model_faults(spec, "test")] == ["M104", "M104"]
     banded = model_named("tiny-llama").with_(rope_scaling=RopeScaling(low_freq_factor=4.0))
     assert [fault.code for fault in model_faults(banded, "test")] == ["M105"]
+
+
+QWEN25 = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": 131072,
+    "max_window_layers": 28, "tie_word_embeddings": False, "hidden_act": "silu", "use_mrope": False,
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 5120, "intermediate_size": 25600,
+    "max_position_embeddings": 40960, "max_window_layers": 64, "num_attention_heads": 64, "num_hidden_layers": 64,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "hidden_act": "silu",
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MISTRAL = {
+    "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("published", "preset"), [(QWEN25, "qwen2.5-7b"), (QWEN3, "qwen3-32b"), (MISTRAL, "mistral-7b")]
+)
+def test_published_configs_are_the_presets(published: dict[str, Any], preset: str) -> None:
+    assert from_hf_config(published).with_(name=preset) == model_named(preset)
+
+
+def test_yarn_scaling_and_its_defaults() -> None:
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    scaling = from_hf_config(QWEN25 | {"rope_scaling": rope}).rope_scaling
+    assert scaling == YarnScaling(kind="yarn", factor=4.0, original_context=32768)
+    assert scaling.magnitude == pytest.approx(1.1386294361119891, abs=1e-15)
+    from_lengths = from_hf_config(QWEN25 | {"rope_scaling": rope | {"factor": None}}).rope_scaling
+    assert from_lengths == scaling
+    without = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}}
+    bare = from_hf_config(QWEN25 | without).rope_scaling
+    assert isinstance(bare, YarnScaling)
+    assert (bare.original_context, bare.magnitude) == (131072, 1.5)
+    deepseek = from_hf_config(QWEN25 | {"rope_scaling": rope | {"mscale": 1.0, "mscale_all_dim": 1.0}}).rope_scaling
+    assert isinstance(deepseek, YarnScaling)
+    assert deepseek.magnitude == 1.0
+
+
+def test_windows_are_of_all_layers_or_of_none() -> None:
+    assert from_hf_config(MISTRAL | {"sliding_window": None}).window is None
+    assert from_hf_config({"model_type": "mistral"}).window == 4096
+    used = QWEN25 | {"use_sliding_window": True, "sliding_window": 512}
+    assert from_hf_config(used).window is None  # from layer 28 on, and there are 28
+    assert from_hf_config(used | {"max_window_layers": 0}).window == 512
+    with pytest.raises(Refused, match="M203"):
+        from_hf_config(used | {"max_window_layers": 14})
+    with pytest.raises(Refused, match="M203"):
+        from_hf_config(QWEN25 | {"layer_types": ["full_attention"] * 27 + ["sliding_attention"]})
+    with pytest.raises(Refused, match="M107"):
+        from_hf_config(MISTRAL | {"sliding_window": 0})
+
+
+def test_impossible_yarn() -> None:
+    found = model_named("tiny-llama").with_(rope_scaling=YarnScaling(kind="yarn", factor=0.5, original_context=64))
+    assert [fault.code for fault in model_faults(found, "test")] == ["M106"]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "output_bias": True, "rope_scaling": RopeScaling()},
+    "mistral": {"window": 16},
+    "qwen2": {"attention_bias": True, "window": 8, "head_dim": 20, "tied": True},
+    "qwen3": {"qk_norm": True, "rope_scaling": YarnScaling(kind="yarn", factor=4.0, original_context=64, beta_fast=16)},
+}
+
+
+@pytest.mark.parametrize("name", [*model_names(), *VARIANTS])
+def test_models_survive_a_config_and_a_model_file(name: str, tmp_path: Path) -> None:
+    spec = model_named("tiny-llama").with_(**VARIANTS[name]) if name in VARIANTS else model_named(name)
+    config = json.loads(json.dumps(to_hf_config(spec)))
+    assert from_hf_config(config).with_(name=spec.name) == spec
+    assert config["model_type"] == name or name not in VARIANTS
+    (tmp_path / "model.toml").write_text(model_toml(spec))
+    assert model_named(tmp_path / "model.toml") == spec
+
+
+def test_a_model_that_no_type_computes_is_not_written_as_another() -> None:
+    with pytest.raises(Refused, match=r"M205.*nearest is llama") as refused:
+        to_hf_config(model_named("tiny-llama").with_(qk_norm=True, mlp_bias=True))
+    assert refused.value.faults[0].values == (("tiny-llama", "qk_norm = True"),)
+    assert refused.value.faults[0].hint == "qk_norm = False"
+    with pytest.raises(Refused, match="M205"):
+        to_hf_config(model_named("tiny-gpt").with_(kv_heads=4))
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_tensor_has_one_place_in_a_hugging_face_file(name: str) -> None:
+    spec = model_named(name)
+    found = hf_tensors(spec)
+    assert sorted(p.name for t in found for p in t.parts) == sorted(w.name for w in weights(spec))
+    assert sum(t.shape[0] * (t.shape[1] if len(t.shape) == 2 else 1) for t in found) == COUNTS[name]
+    assert len({t.name for t in found}) == len(found)
+
+
+def test_names_of_gpt2_as_it_was_published() -> None:
+    spec = model_named("gpt2").with_(layers=1)
+    fused = next(t for t in hf_tensors(spec) if t.name == "transformer.h.0.attn.c_attn.weight")
+    assert (fused.shape, fused.transposed, len(fused.parts)) == ((768, 2304), True, 3)
+    names = [t.name.removeprefix("transformer.") for t in hf_tensors(spec)]
+    where, surplus = located([*names, "h.0.attn.bias", "lm_head.weight", "h.1.ln_1.weight"], spec)
+    assert where["transformer.wte.weight"] == "wte.weight"
+    assert len(where) == len(names)
+    assert surplus == ["h.1.ln_1.weight"]

@@ -64,9 +64,21 @@ def test_all_faults_at_once_with_values_and_allowed_ones() -> None:
 
 
 def test_nested_tables_are_as_strict() -> None:
-    faults = refusals(ModelSpec, {"rope_scaling": {"factr": 8.0, "kind": "yarn"}})
+    faults = refusals(ModelSpec, {"rope_scaling": {"factr": 8.0, "kind": "linear"}})
     assert faults["rope_scaling.factr = 8.0"].hint == "did you mean factor?"
-    assert faults['rope_scaling.kind = "yarn"'].code == "F102"
+    assert faults['rope_scaling.kind = "linear"'].hint == "rope_scaling.kind takes 'llama3' or 'yarn'"
+
+
+def test_of_alternative_tables_the_one_whose_kind_is_right_was_meant() -> None:
+    faults = refusals(ModelSpec, {"rope_scaling": {"kind": "yarn", "factor": 4.0, "beta": 3.0}})
+    nested = {what: fault for what, fault in faults.items() if "rope_scaling" in fault.message}
+    assert {fault.message: fault.hint for fault in nested.values()} == {
+        "[plan] has no key rope_scaling.beta": "did you mean beta_fast or beta_slow?",
+        "[plan] lacks rope_scaling.original_context": "add rope_scaling.original_context = ...",
+    }
+    faults = refusals(ModelSpec, {"rope_scaling": {"low_freq": 1.0}})
+    assert faults["rope_scaling.low_freq = 1.0"].hint == "did you mean low_freq_factor?"
+    assert not any("original_context" in fault.message for fault in faults.values())
 
 
 def test_missing_keys_are_each_named() -> None:

@@ -1,25 +1,26 @@
 """ModelSpecs from the `config.json` of Hugging Face model folders; never touches a network.
 
-Read: model types `llama` (Llama 1, 2, 3 and 3.1, and models that share their layout) and `gpt2`. Keys that a file
-leaves out take the defaults that transformers documents for the type. Dropout and generation settings are not
-part of a ModelSpec: they change neither tensors nor what a trained model computes.
+Read: model types `llama` (Llama 1, 2, 3 and 3.1, and models that share their layout), `mistral`, `qwen2` (also
+Qwen2.5), `qwen3` (dense) and `gpt2`. Keys that a file leaves out take the defaults that transformers documents for
+the type. Dropout and generation settings are not part of a ModelSpec: they change neither tensors nor what a
+trained model computes.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardsmith.errors import Code, Fault, Refused, raise_errors
-from shardsmith.specs.model import Activation, ModelSpec, RopeScaling
+from shardsmith.errors import Code, Fault, raise_errors
+from shardsmith.specs.hf_options import OPTION, option_faults, parse
+from shardsmith.specs.hf_rope import read_scaling, rope_table
+from shardsmith.specs.model import Activation, ModelSpec
 from shardsmith.specs.model_rules import model_faults
-from shardsmith.specs.parse import NO_FILE, did_you_mean, parse_table
-
-T = TypeVar("T")
+from shardsmith.specs.parse import NO_FILE
 
 NOT_JSON = Code(
     code="F112", title="file is not a JSON object", because="a Hugging Face config.json holds one JSON object"
@@ -33,11 +34,6 @@ MODEL_TYPE = Code(
     code="M202",
     title="model type that is not built",
     because="the tensors and the arithmetic of each model type are written out, never guessed",
-)
-OPTION = Code(
-    code="M203",
-    title="model option that is not built",
-    because="the option changes what the model computes, so leaving it out would silently give another model",
 )
 HEAD_SIZE = Code(
     code="M204",
@@ -67,13 +63,34 @@ class _Llama:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Llama3Rope:
-    """The keys of rope type `llama3`; transformers requires all of them."""
+class _Mistral(_Llama):
+    """The keys of MistralConfig; a window of null is full attention."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Qwen2(_Llama):
+    """The keys of Qwen2Config; layers from `max_window_layers` on have the window, where it is used at all."""
+
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    num_key_value_heads: int | None = 32
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Qwen3(_Qwen2):
+    """The keys of Qwen3Config, whose head size does not follow from the hidden size."""
+
+    head_dim: int | None = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +109,10 @@ class _Gpt2:
     tie_word_embeddings: bool = True
 
 
+_C = TypeVar("_C", bound=_Llama)
+
 # What each key may say; an absent key always passes, since transformers' default is among these.
-_LLAMA_OPTIONS: dict[str, tuple[Any, ...]] = {
+_ROTARY_OPTIONS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
@@ -129,12 +148,12 @@ def from_hf_config(path_or_dict: str | Path | Mapping[str, Any]) -> ModelSpec:
         file = _config_file(path_or_dict)
         data, source, name = _read_json(file), str(file), file.resolve().parent.name
     kind = data.get("model_type")
-    reader = {"llama": _llama, "gpt2": _gpt2}.get(kind) if isinstance(kind, str) else None
+    reader = _READERS.get(kind) if isinstance(kind, str) else None
     if reader is None:
         raise MODEL_TYPE.refuse(
             f"model_type = {json.dumps(kind)} is not built",
             (source, f"model_type = {json.dumps(kind)}"),
-            hint="model_type = llama or gpt2",
+            hint="model_type = one of " + ", ".join(_READERS),
         )
     spec = reader(data, name, source)
     raise_errors(model_faults(spec, source))
@@ -169,49 +188,100 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def _llama(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
-    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    faults = _option_faults(data, _LLAMA_OPTIONS, source)
-    scaling = _rope_scaling(rope, data, source, faults)
-    known = {k: v for k, v in data.items() if k in {f.name for f in fields(_Llama)}}
+def _rotary(
+    data: Mapping[str, Any],
+    source: str,
+    cls: type[_C],
+    options: Mapping[str, tuple[Any, ...]],
+    window: Callable[[_C, str], tuple[int | None, list[Fault]]],
+) -> tuple[_C, dict[str, Any]]:
+    """A config of the kinds that grew from Llama, and the fields of ModelSpec that all of them mean the same way."""
+    rope = rope_table(data)
+    faults = option_faults(data, options, source)
+    known = {k: v for k, v in data.items() if k in {f.name for f in fields(cls)}}
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         known["rope_theta"] = rope["rope_theta"]
-    config = _parse(_Llama, known, source, faults)
-    if config and config.head_dim is None and config.num_attention_heads > 0:
-        faults.extend(
-            _head_size_faults(
-                config.hidden_size, config.num_attention_heads, ("hidden_size", "num_attention_heads"), source
-            )
-        )
+    config = parse(cls, known, source, faults)
+    context = cls.max_position_embeddings if config is None else config.max_position_embeddings
+    scaling = read_scaling(data, context, source, faults)
+    width = None
+    if config is not None:
+        width, found = window(config, source)
+        faults.extend(found)
+        if config.head_dim is None and config.num_attention_heads > 0:
+            names = ("hidden_size", "num_attention_heads")
+            faults.extend(_head_size_faults(config.hidden_size, config.num_attention_heads, names, source))
     raise_errors(faults)
     assert config is not None, "a config that could not be read was reported above"
     heads = config.num_attention_heads
-    return ModelSpec(
-        name=name,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=heads,
-        kv_heads=heads if config.num_key_value_heads is None else config.num_key_value_heads,
-        head_dim=config.hidden_size // max(heads, 1) if config.head_dim is None else config.head_dim,
-        ffn=config.intermediate_size,
-        vocab=config.vocab_size,
-        context=config.max_position_embeddings,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=10000.0 if config.rope_theta is None else config.rope_theta,
-        rope_scaling=scaling,
-        attention_bias=config.attention_bias,
-        output_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
-        tied=config.tie_word_embeddings,
-        init_std=config.initializer_range,
-    )
+    return config, {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": heads,
+        "kv_heads": heads if config.num_key_value_heads is None else config.num_key_value_heads,
+        "head_dim": config.hidden_size // max(heads, 1) if config.head_dim is None else config.head_dim,
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "norm_eps": config.rms_norm_eps,
+        "rope_theta": 10000.0 if config.rope_theta is None else config.rope_theta,
+        "rope_scaling": scaling,
+        "window": width,
+        "tied": config.tie_word_embeddings,
+        "init_std": config.initializer_range,
+    }
+
+
+def _no_window(config: _Llama, source: str) -> tuple[int | None, list[Fault]]:
+    return None, []
+
+
+def _mistral_window(config: _Mistral, source: str) -> tuple[int | None, list[Fault]]:
+    return config.sliding_window, []
+
+
+def _qwen_window(config: _Qwen2, source: str) -> tuple[int | None, list[Fault]]:
+    """The window of all layers: a ModelSpec has one for every layer, or none."""
+    used = config.sliding_window if config.use_sliding_window else None
+    kinds = config.layer_types
+    if kinds is None:
+        first = config.num_hidden_layers if used is None else config.max_window_layers
+        layers = range(config.num_hidden_layers)
+        kinds = tuple("sliding_attention" if i >= first else "full_attention" for i in layers)
+    if len(set(kinds)) < 2 and set(kinds) <= {"sliding_attention", "full_attention"}:
+        return (used if "sliding_attention" in kinds else None), []
+    said = [(source, f"{key} = {json.dumps(getattr(config, key))}") for key in ("layer_types", "max_window_layers")]
+    message = "a sliding window on some layers only is not built"
+    return None, [OPTION.fault(message, *said, hint="use_sliding_window = false, or max_window_layers = 0")]
+
+
+def _llama(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    config, common = _rotary(data, source, _Llama, _ROTARY_OPTIONS, _no_window)
+    bias = config.attention_bias
+    return ModelSpec(name=name, **common, attention_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias)
+
+
+def _mistral(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    _, common = _rotary(data, source, _Mistral, _ROTARY_OPTIONS, _mistral_window)
+    return ModelSpec(name=name, **common)
+
+
+def _qwen2(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    _, common = _rotary(data, source, _Qwen2, _ROTARY_OPTIONS, _qwen_window)
+    return ModelSpec(name=name, **common, attention_bias=True)
+
+
+def _qwen3(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    config, common = _rotary(data, source, _Qwen3, _ROTARY_OPTIONS, _qwen_window)
+    bias = config.attention_bias
+    return ModelSpec(name=name, **common, attention_bias=bias, output_bias=bias, qk_norm=True)
 
 
 def _gpt2(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
     data = {_GPT2_ALIASES.get(k, k): v for k, v in data.items()}
-    faults = _option_faults(data, _GPT2_OPTIONS, source)
+    faults = option_faults(data, _GPT2_OPTIONS, source)
     known = {k: v for k, v in data.items() if k in {f.name for f in fields(_Gpt2)}}
-    config = _parse(_Gpt2, known, source, faults)
+    config = parse(_Gpt2, known, source, faults)
     if config and config.n_head > 0:
         faults.extend(_head_size_faults(config.n_embd, config.n_head, ("n_embd", "n_head"), source))
     raise_errors(faults)
@@ -238,58 +308,6 @@ def _gpt2(data: Mapping[str, Any], name: str, source: str) -> ModelSpec:
     )
 
 
-def _rope_scaling(rope: Any, data: Mapping[str, Any], source: str, faults: list[Fault]) -> RopeScaling | None:
-    """Frequency scaling from `rope_scaling` (older files) or `rope_parameters` (transformers 5)."""
-    where = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
-    if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
-        value = f"{where} = {json.dumps(rope)}"
-        faults.append(OPTION.fault(f"{where} must be one table for all layers", (source, value)))
-        return None
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    faults.extend(_option_faults(rope, {"partial_rotary_factor": (1.0, None)}, source, prefix=where + "."))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        faults.extend(_option_faults({"rope_type": kind}, {"rope_type": ("default", "llama3")}, source, where + "."))
-        return None
-    original = "original_max_position_embeddings"
-    known = {k: v for k, v in rope.items() if k in {f.name for f in fields(_Llama3Rope)}}
-    if original not in known and original in data:
-        known[original] = data[original]
-    config = _parse(_Llama3Rope, known, source, faults, section=where)
-    if config is None:
-        return None
-    return RopeScaling(
-        factor=config.factor,
-        low_freq_factor=config.low_freq_factor,
-        high_freq_factor=config.high_freq_factor,
-        original_context=config.original_max_position_embeddings,
-    )
-
-
-def _parse(cls: type[T], data: Mapping[str, Any], source: str, faults: list[Fault], section: str = "") -> T | None:
-    """`cls` from `data`, or None with what is wrong appended to `faults`."""
-    try:
-        return parse_table(cls, data, source=source, section=section)
-    except Refused as refused:
-        faults.extend(refused.faults)
-        return None
-
-
-def _option_faults(
-    data: Mapping[str, Any], options: Mapping[str, tuple[Any, ...]], source: str, prefix: str = ""
-) -> list[Fault]:
-    faults = []
-    for key, allowed in options.items():
-        value = data.get(key, allowed[0])
-        if value not in allowed:
-            words = [json.dumps(a) for a in allowed if a is not None]
-            hint = did_you_mean(json.dumps(value), words) if words else f"a model without {prefix}{key}"
-            shown = f"{prefix}{key} = {json.dumps(value)}"
-            faults.append(OPTION.fault(f"{shown} is not built", (source, shown), hint=hint))
-    return faults
-
-
 def _head_size_faults(hidden: int, heads: int, keys: tuple[str, str], source: str) -> list[Fault]:
     if hidden % heads == 0:
         return []
@@ -302,3 +320,12 @@ def _head_size_faults(hidden: int, heads: int, keys: tuple[str, str], source: st
             hint=f"{width} = {-(-hidden // heads) * heads}",
         )
     ]
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], str, str], ModelSpec]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gpt2": _gpt2,
+}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from shardsmith.errors import Code, raise_errors
 from shardsmith.specs.cluster import ClusterSpec, cluster_faults
@@ -63,6 +66,19 @@ def model_from_table(data: Mapping[str, Any], *, source: str, section: str = "")
     spec = parse_table(ModelSpec, _without_origin(data), source=source, section=section)
     raise_errors(model_faults(spec, source))
     return spec
+
+
+def model_toml(spec: ModelSpec) -> str:
+    """`spec` as a TOML file that `model_named` reads again."""
+    table = asdict(spec)
+    if spec.rope_scaling is not None:
+        table["rope_scaling"] = _stated(table["rope_scaling"])
+    return tomli_w.dumps(_stated(table))
+
+
+def _stated(table: Mapping[str, Any]) -> dict[str, Any]:
+    """`table` without keys of None, which TOML cannot write."""
+    return {key: value for key, value in table.items() if value is not None}
 
 
 def model_origin(name: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
-Role = Literal["embedding", "position", "head", "norm", "q", "k", "v", "o", "gate", "up", "down"]
+Role = Literal["embedding", "position", "head", "norm", "head_norm", "q", "k", "v", "o", "gate", "up", "down"]
 Init = Literal["normal", "ones", "zeros"]
 
 
@@ -24,11 +25,37 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): channels that turn fewer than `beta_slow` times over `original_context` positions are
+    slowed by `factor`, those that turn more than `beta_fast` times kept, those between blended; `truncate` widens
+    that band to whole channels.
+
+    Queries and keys are each multiplied by `attention_factor`, which is 0.1 ln(factor) + 1 unless stated.
+    """
+
+    kind: Literal["yarn"]
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def magnitude(self) -> float:
+        """What queries and keys are multiplied by."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer, described without saying how it is split.
 
     `ffn` is the width of one MLP projection (gate and up each, where gated). `context` is the longest
-    sequence that positions are defined for. `vocab` is the logical vocabulary, never padded.
+    sequence that positions are defined for. `vocab` is the logical vocabulary, never padded. A query sees the
+    last `window` keys, its own included (None: all before it). `qk_norm` normalises every head of queries and
+    keys before they are rotated, all heads with the same gain. `attention_bias` is that of q, k and v,
+    `output_bias` that of o.
     """
 
     name: str
@@ -45,7 +72,9 @@ class ModelSpec:
     activation: Activation = "swiglu"
     positions: Positions = "rope"
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
+    window: int | None = None
+    qk_norm: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -109,6 +138,8 @@ def layer_weights(spec: ModelSpec, layer: int) -> tuple[Weight, ...]:
     out = list(_norm(at + "norm1", spec, layer))
     for role, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         out.extend(_linear(at + f"attention.{role}", role, width, spec.hidden, spec.attention_bias, spec, layer))
+    if spec.qk_norm:
+        out.extend(_head_norm(at + f"attention.{role}_norm", spec, layer) for role in ("q", "k"))
     out.extend(_linear(at + "attention.o", "o", spec.hidden, q_width, spec.output_bias, spec, layer))
     out.extend(_norm(at + "norm2", spec, layer))
     for role in ("gate", "up") if spec.gated else ("up",):
@@ -133,6 +164,11 @@ def _norm(name: str, spec: ModelSpec, layer: int | None = None) -> tuple[Weight,
         return (gain,)
     shift = Weight(name=name + ".bias", shape=shape, role="norm", bias=True, layer=layer, decay=False, init="zeros")
     return gain, shift
+
+
+def _head_norm(name: str, spec: ModelSpec, layer: int) -> Weight:
+    shape = (spec.head_dim,)
+    return Weight(name=name + ".weight", shape=shape, role="head_norm", layer=layer, decay=False, init="ones")
 
 
 def _linear(

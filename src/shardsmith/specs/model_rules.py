@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardsmith.errors import Code, Fault
-from shardsmith.specs.model import ModelSpec
+from shardsmith.specs.model import ModelSpec, RopeScaling, YarnScaling
 
 POSITIVE_SIZE = Code(
     code="M101", title="a model size must be positive", because="a model with an empty dimension computes nothing"
@@ -30,11 +30,23 @@ ROPE_BANDS = Code(
     "between is interpolated, so the high band must lie above the low one and both above zero",
 )
 
+YARN_BANDS = Code(
+    code="M106",
+    title="impossible YaRN scaling",
+    because="channels that turn less than beta_slow times are slowed by factor, those that turn more than beta_fast "
+    "times kept, and the band between is blended, so beta_fast must lie above beta_slow and both above zero",
+)
+WINDOW = Code(
+    code="M107",
+    title="empty attention window",
+    because="a query sees the last `window` keys, its own included, so the window holds at least that one",
+)
+
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "norm_eps", "init_std")
 
 
 def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
-    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M105); empty for a sound model."""
+    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M107); empty for a sound model."""
     faults = [
         POSITIVE_SIZE.fault(f"{name} must be greater than zero", (source, f"{name} = {getattr(spec, name)}"))
         for name in _SIZES
@@ -51,6 +63,9 @@ def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
                 hint=f"kv_heads = {nearest}",
             )
         )
+    if spec.window is not None and spec.window < 1:
+        said = (source, f"window = {spec.window}")
+        faults.append(WINDOW.fault("window must be 1 or more", said, hint="leave window out, or window = 4096"))
     return faults + (_rope_faults(spec, source) if spec.positions == "rope" else _learned_faults(spec, source))
 
 
@@ -69,18 +84,24 @@ def _rope_faults(spec: ModelSpec, source: str) -> list[Fault]:
         faults.append(
             POSITIVE_SIZE.fault("rope_theta must be greater than zero", (source, f"rope_theta = {spec.rope_theta}"))
         )
-    scaling = spec.rope_scaling
-    if scaling and not (
-        scaling.factor >= 1 and scaling.original_context > 0 and 0 < scaling.low_freq_factor < scaling.high_freq_factor
-    ):
-        faults.append(
-            ROPE_BANDS.fault(
-                "rope_scaling needs factor >= 1, original_context > 0 and 0 < low_freq_factor < high_freq_factor",
-                (source, f"rope_scaling = {scaling}"),
-                hint="factor = 8, low_freq_factor = 1, high_freq_factor = 4, original_context = 8192 (Llama 3.1)",
-            )
-        )
-    return faults
+    return faults + _scaling_faults(spec.rope_scaling, source)
+
+
+def _scaling_faults(scaling: RopeScaling | YarnScaling | None, source: str) -> list[Fault]:
+    if isinstance(scaling, RopeScaling):
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        code, names = ROPE_BANDS, "0 < low_freq_factor < high_freq_factor"
+        hint = "factor = 8, low_freq_factor = 1, high_freq_factor = 4, original_context = 8192 (Llama 3.1)"
+    elif isinstance(scaling, YarnScaling):
+        low, high = scaling.beta_slow, scaling.beta_fast
+        code, names = YARN_BANDS, "0 < beta_slow < beta_fast"
+        hint = "factor = 4, beta_slow = 1, beta_fast = 32, original_context = 32768 (Qwen2.5)"
+    else:
+        return []
+    if scaling.factor >= 1 and scaling.original_context > 0 and 0 < low < high:
+        return []
+    message = f"rope_scaling needs factor >= 1, original_context > 0 and {names}"
+    return [code.fault(message, (source, f"rope_scaling = {scaling}"), hint=hint)]
 
 
 def _learned_faults(spec: ModelSpec, source: str) -> list[Fault]:

@@ -64,7 +64,7 @@ def parse_table(
     else:
         return parsed
     wrong: dict[tuple[str, ...], list[ErrorDetails]] = {}
-    for detail in details:
+    for detail in _of_meant_tables(data, details):
         wrong.setdefault(_path(data, detail), []).append(detail)
     # Of the alternatives of a union, the one that fits further in is the one that was meant.
     meant = [path for path in wrong if not any(other[: len(path)] == path != other for other in wrong)]
@@ -119,6 +119,28 @@ def _path(data: Any, detail: ErrorDetails) -> tuple[str, ...]:
     return tuple(path)
 
 
+def _of_meant_tables(data: Any, details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """`details` without those of tables that were not meant: of alternatives, the one whose `kind` is right was."""
+    tables = {table: False for detail in details if (table := _alternative(data, detail))}
+    for detail in details:
+        if detail["loc"][-1] == "kind" and (table := _alternative(data, detail)):
+            tables[table] = True
+    fits = {table[:-1] for table, misfit in tables.items() if not misfit}
+    return [d for d in details if not tables.get(table := _alternative(data, d), False) or table[:-1] not in fits]
+
+
+def _alternative(data: Any, detail: ErrorDetails) -> tuple[str | int, ...]:
+    """The start of an error's place up to the name of the union member that pydantic put there; () without one."""
+    steps = detail["loc"][1:]
+    for at, step in enumerate(steps[:-1]):
+        if not isinstance(data, Mapping):
+            break
+        if step not in data:
+            return steps[: at + 1]
+        data = data[str(step)]
+    return ()
+
+
 def _fault(
     cls: type[Any], data: Any, details: list[ErrorDetails], path: tuple[str, ...], origin: str, section: str
 ) -> Fault:
@@ -133,7 +155,7 @@ def _fault(
         return WRONG_VALUE.fault(f"{place} must be a table", (origin, f"{section} = {_show(data)}"))
     value = _show(_at(data, path))
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = [f.name for f in fields(_owner(cls, path[:-1]))]
+        known = [f.name for f in fields(_owner(cls, details[0]["loc"][1:]))]
         return UNKNOWN_KEY.fault(
             f"{place} has no key {key}", (origin, f"{key} = {value}"), hint=did_you_mean(path[-1], known)
         )
@@ -161,12 +183,15 @@ def _at(data: Any, path: tuple[str, ...]) -> Any:
     return data
 
 
-def _owner(cls: type[Any], path: tuple[str, ...]) -> type[Any]:
-    """The dataclass that holds the key after `path`, seen from `cls`."""
-    for step in path:
-        if not step.isdigit():
-            hint = get_type_hints(cls)[step]
-            cls = next(c for c in _dataclasses_in(hint))
+def _owner(cls: type[Any], steps: tuple[str | int, ...]) -> type[Any]:
+    """The dataclass that an error at `steps`, seen from `cls`, is about: of alternatives the one that is named."""
+    named: list[type[Any]] = []
+    for step in steps:
+        if step in (hints := get_type_hints(cls)):
+            named = list(_dataclasses_in(hints[str(step)]))
+            cls = named[0] if named else cls
+        else:
+            cls = next((c for c in named if c.__name__ == step), cls)
     return cls
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardsmith.engine.models.rope import inverse_frequencies, rotate, rotations
+from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
 from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
 from shardsmith.plan.stages import Stage as StageSpec
@@ -46,18 +46,27 @@ class Attention(nn.Module):
         self.q = Projection(width, spec.hidden, bias=spec.attention_bias)
         self.k = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
         self.v = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
+        self.q_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = nn.RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.o = Projection(spec.hidden, width, bias=spec.output_bias)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None) -> Tensor:
-        """[S, B, D] -> [S, B, D]; queries and keys are rotated by `rotation` where positions are rotary."""
+    def forward(self, x_SBD: Tensor, rotation: Rotation | None, band_SS: Tensor | None) -> Tensor:
+        """[S, B, D] -> [S, B, D]; queries and keys are rotated by `rotation` where positions are rotary.
+
+        `band_SS` says which keys each query sees where that is fewer than all before it.
+        """
         enter, exit_ = _sides(self.seam)
         q, k, v = linear(x_SBD, [self.q, self.k, self.v], enter, self.queue)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
-        out = F.scaled_dot_product_attention(q_BHSE, k_BHSE, v_BHSE, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q_BHSE, k_BHSE, v_BHSE, attn_mask=band_SS, is_causal=band_SS is None, enable_gqa=grouped
+        )
         return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], exit_, self.queue)[0]
 
 
@@ -89,13 +98,14 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _norm(spec), _norm(spec)
+        self.norm1 = _norm(spec)
         self.attention = Attention(spec, queue)
+        self.norm2 = _norm(spec)
         self.mlp = MLP(spec, queue)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None) -> Tensor:
-        """[S, B, D] -> [S, B, D]."""
-        x_SBD = x_SBD + self.attention(self.norm1(x_SBD), rotation)
+    def forward(self, x_SBD: Tensor, rotation: Rotation | None, band_SS: Tensor | None) -> Tensor:
+        """[S, B, D] -> [S, B, D]; `rotation` and `band_SS` as in `Attention`."""
+        x_SBD = x_SBD + self.attention(self.norm1(x_SBD), rotation, band_SS)
         out: Tensor = x_SBD + self.mlp(self.norm2(x_SBD))
         return out
 
@@ -138,9 +148,11 @@ class Stage(nn.Module):
             x = self._embed(x, positions_SB)
         rotation = None
         if self.inverse is not None and self.stage.layers:
-            rotation = rotations(positions_SB, self.inverse.to(positions_SB.device), x.dtype)
+            inverse = self.inverse.to(positions_SB.device)
+            rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
+        band_SS = window_band(positions_SB.shape[0], self.spec.window, positions_SB.device)
         for block in self.blocks():
-            x = block(x, rotation)
+            x = block(x, rotation, band_SS)
         if self.stage.head:
             (x,) = linear(self.final_norm(x), [self.head_table], self.head_seam, self.queue)  # type: ignore[list-item]
         return x
@@ -159,6 +171,18 @@ class Stage(nn.Module):
                 positions_SB = seam.group.part(positions_SB)
             x = x + F.embedding(positions_SB, self.position.weight)
         return x
+
+
+def window_band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which of S keys each of S queries sees, [S, S]: itself and the `window` - 1 before it.
+
+    None where the window leaves nothing out, so that attention keeps its causal kernel.
+    """
+    if window is None or window >= length:
+        return None
+    at = torch.arange(length, device=device)
+    back_SS = at[:, None] - at
+    return (back_SS >= 0) & (back_SS < window)
 
 
 def _sides(seam: Seam) -> tuple[Seam, Seam]:

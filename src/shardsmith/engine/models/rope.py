@@ -7,21 +7,30 @@ import math
 import torch
 from torch import Tensor
 
-from shardsmith.specs.model import ModelSpec, RopeScaling
+from shardsmith.specs.model import ModelSpec, RopeScaling, YarnScaling
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
     """Angle per position of each pair of channels, float64 [head_dim / 2]."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float64, device="cpu") / spec.head_dim
     inverse = spec.rope_theta**-exponents
+    if isinstance(spec.rope_scaling, YarnScaling):
+        return _yarn(inverse, spec.rope_scaling, spec.rope_theta)
     return inverse if spec.rope_scaling is None else _llama3(inverse, spec.rope_scaling)
 
 
-def rotations(positions_SB: Tensor, inverse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, B or 1, 1, head_dim] of global positions [S, B or 1]."""
+def magnitude(spec: ModelSpec) -> float:
+    """What rotated queries and keys are multiplied by: 1 but for YaRN's attention factor."""
+    return spec.rope_scaling.magnitude if isinstance(spec.rope_scaling, YarnScaling) else 1.0
+
+
+def rotations(
+    positions_SB: Tensor, inverse: Tensor, dtype: torch.dtype, magnitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [S, B or 1, 1, head_dim] of global positions [S, B or 1], times `magnitude`."""
     angles = positions_SB[..., None].to(inverse.dtype) * inverse
     angles = torch.cat((angles, angles), -1)[:, :, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def rotate(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -36,4 +45,23 @@ def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     turns = scaling.original_context / wavelength
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    return inverse * (keep + (1.0 - keep) / scaling.factor)
+
+
+def _yarn(inverse: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    """Channels that turn often are kept, those that turn rarely divided by `factor`, those between blended."""
+
+    def channel(turns: float) -> float:
+        """The channel pair (not a whole number) that turns so many times over the original context."""
+        pairs = len(inverse) / math.log(theta)
+        return pairs * math.log(scaling.original_context / (turns * 2 * math.pi))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The upper bound is that of the published code: channels, not pairs of them.
+    first, last = max(first, 0), min(last, 2 * len(inverse) - 1)
+    # A band without width is a step, not a division by zero.
+    width = last - first or 0.001
+    keep = 1.0 - ((torch.arange(len(inverse), dtype=torch.float64, device="cpu") - first) / width).clamp(0.0, 1.0)
     return inverse * (keep + (1.0 - keep) / scaling.factor)

@@ -32,7 +32,6 @@ PLAN_FIELDS: dict[str, tuple[Any, str]] = {
     "expert_tensor": (1, "splitting experts over ranks"),
     "zero": (0, "sharding optimiser state, gradients or weights over data ranks"),
     "zero_gather": ("per_pass", "gathering sharded weights once a step"),
-    "replicate_kv": (False, "copying key/value heads to more tensor ranks than there are heads"),
     "recompute": ("none", "computing activations a second time in the backward pass"),
     "overlap": ((), "running communication beside computation inside a layer"),
     "capacity_factor": (None, "limiting the tokens of an expert"),

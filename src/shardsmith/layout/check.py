@@ -161,7 +161,7 @@ def _world_hint(setup: Setup, devices: int) -> str:
     plan, hints = setup.plan, []
     for axis in ("data", "pipeline", "tensor"):
         degree, rest = divmod(devices, plan.world // getattr(plan, axis))
-        legal = axis != "tensor" or degree in model_degrees(setup.model)
+        legal = axis != "tensor" or degree in model_degrees(setup.model, replicate_kv=plan.replicate_kv)
         legal &= axis != "pipeline" or degree * (plan.stages_per_rank or 1) <= setup.model.layers
         if rest == 0 and degree and legal:
             hints.append(f"{axis} = {degree}")

@@ -16,13 +16,15 @@ class Shard:
 
     `tensor_dim` is the dim that the tensor axis cuts (None: the rank holds the whole tensor).
     `partial_over_tensor` says that each tensor rank computes only its part of this gradient's sum, so
-    that the sum over the tensor axis is still to be taken.
+    that the sum over the tensor axis is still to be taken. `copy` counts the tensor ranks that hold this same
+    part of a tensor that is cut (None: no other does); their gradients are to be summed too.
     """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     tensor_dim: int | None = None
     partial_over_tensor: bool = False
+    copy: int | None = None
 
     @property
     def numel(self) -> int:

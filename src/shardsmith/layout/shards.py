@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardsmith.layout.axes.data import States, states
-from shardsmith.layout.axes.tensor import tensor_shard
+from shardsmith.layout.axes.tensor import KEY_VALUE, kv_copies, tensor_shard
 from shardsmith.layout.facts import Shard as Shard
 from shardsmith.plan.mesh import Coord, mesh_of
 from shardsmith.plan.plan import Plan
@@ -34,9 +34,11 @@ class StageStates:
 
 def shard(weight: Weight, plan: Plan, model: ModelSpec, coord: Coord) -> Shard:
     """The part of the full tensor `weight` of `model` that the rank at `coord` holds, if its stage has it."""
-    for role, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
-        assert weight.role != role or heads % plan.tensor == 0, f"{weight.name} would split heads over tensor ranks"
-    return tensor_shard(weight, plan.tensor, coord.tensor, plan.sequence_parallel)
+    copies = kv_copies(plan, model)
+    if weight.role == "q" or weight.role in KEY_VALUE:
+        heads, ranks = (model.heads, plan.tensor) if weight.role == "q" else (model.kv_heads, plan.tensor // copies)
+        assert heads % ranks == 0, f"{weight.name} would split heads over tensor ranks"
+    return tensor_shard(weight, plan.tensor, coord.tensor, sequence_parallel=plan.sequence_parallel, kv_copies=copies)
 
 
 def stage_weights(setup: Setup, stage: Stage) -> tuple[Weight, ...]:

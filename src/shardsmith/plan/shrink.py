@@ -15,7 +15,8 @@ def shrink(setup: Setup) -> Setup:
 
     ZeRO level, schedule, sequence parallelism and stages per rank stay as they are; microbatches stay
     fewer than stages where they were, and become at most two rounds of the pipeline where they were not.
-    The model keeps its family, biases, tying and grouping of heads; only its sizes shrink.
+    The model keeps its family, biases, tying and grouping of heads; only its sizes shrink. Where key/value
+    heads are copied they stay fewer than tensor ranks, and a sliding window stays shorter than the sequence.
     """
     plan = setup.plan
     degrees = {axis: _smaller(getattr(plan, axis)) for axis in ("tensor", "pipeline", "replicate")}
@@ -30,7 +31,8 @@ def shrink(setup: Setup) -> Setup:
     work = replace(
         setup.workload, seq_len=8 * degrees["tensor"], global_batch=degrees["data"] * microbatches, dtype="float64"
     )
-    model = _small_model(setup.model, degrees["tensor"], stages + int(uneven))
+    copied = plan.replicate_kv and setup.model.kv_heads < plan.tensor
+    model = _small_model(setup.model, degrees["tensor"], stages + int(uneven), copied=copied)
     return replace(setup, plan=small, workload=work, model=model)
 
 
@@ -40,9 +42,9 @@ def _smaller(degree: int) -> int:
     return 3 if degree % 3 == 0 and degree % 2 else 2
 
 
-def _small_model(model: ModelSpec, tensor: int, layers: int) -> ModelSpec:
-    group = min(model.heads // model.kv_heads, 4)
-    kv_heads = tensor * (2 if model.kv_heads > tensor else 1)
+def _small_model(model: ModelSpec, tensor: int, layers: int, *, copied: bool) -> ModelSpec:
+    group = tensor if copied else min(model.heads // model.kv_heads, 4)
+    kv_heads = 1 if copied else tensor * (2 if model.kv_heads > tensor else 1)
     heads, head_dim = kv_heads * group, 8
     return model.with_(
         name=f"{model.name}-shrunk",
@@ -55,4 +57,5 @@ def _small_model(model: ModelSpec, tensor: int, layers: int) -> ModelSpec:
         # Not a multiple of the degree where the model's own vocabulary is none.
         vocab=96 * tensor + int(model.vocab % tensor != 0),
         context=64 * tensor,
+        window=None if model.window is None else 5,
     )

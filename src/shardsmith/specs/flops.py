@@ -51,11 +51,13 @@ def forward_flops(spec: ModelSpec, *, seq_len: int, convention: Convention = "ca
     """FLOPs of one token's forward pass in sequences of `seq_len` tokens, averaged over the sequence.
 
     Projections 2 h d (2 heads + 2 kv_heads), scores 4 S d heads (both products; halved when causal), MLP
-    2 h ffn for each of its two or three matrices, all per layer; head 2 h V.
+    2 h ffn for each of its two or three matrices, all per layer; head 2 h V. With a window w < S a query has
+    w keys, or on average w (1 - w / 2S) when causal, as the first ones have fewer.
     """
     width = spec.heads * spec.head_dim
+    keys = min(seq_len, spec.window or seq_len)
     projections = 2 * spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    scores = (4 if convention == "full" else 2) * seq_len * width
+    scores = 4 * keys * width if convention == "full" else 2 * keys * (2 * seq_len - keys) * width // seq_len
     mlp = 2 * spec.hidden * spec.ffn * (3 if spec.gated else 2)
     items = {
         "attention_projections": projections * spec.layers,

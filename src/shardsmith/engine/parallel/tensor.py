@@ -35,15 +35,17 @@ def attach(stage: Stage, shards: Mapping[str, Shard], group: Group, *, sequence_
             module.first, module.split = shards[f"{name}.weight"].offsets[0], True
 
 
-def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
-    """Sum, over the tensor ranks, the gradients of replicated parameters that each saw a part of the sequence.
+def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group, purpose: str) -> None:
+    """Sum, over the ranks of `group`, gradients of parameters that they all hold and each computed a part of.
 
-    One collective a step for all of them (case A20); replicas stay bitwise equal since all ranks get one result.
+    `partial_gradients` over all tensor ranks: each saw a part of the sequence, or has heads of its own behind a
+    norm that all heads share. `kv_copies` over ranks with the same key/value heads: each has its own query heads.
+    One collective a step for all of them (cases A20, A22); replicas stay bitwise equal as all ranks get one result.
     """
     gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
     if group.size == 1 or not gradients:
         return
     flat = torch.cat([g.reshape(-1) for g in gradients])
-    group.all_reduce(flat, "partial_gradients")
+    group.all_reduce(flat, purpose)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))

@@ -15,20 +15,27 @@ from shardsmith.timeline import LaneKind
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """One group an axis; the pipeline has one communicator a direction; `tied` joins the two ends of it."""
+    """One group an axis; the pipeline has one communicator a direction; `tied` joins the two ends of it.
+
+    `kv_copy` are the tensor ranks that hold the same key/value heads as this one.
+    """
 
     world: Group
     tensor: Group
+    kv_copy: Group
     data: Group
     forward: Group
     backward: Group
     tied: Group
 
 
-def make_groups(mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, int], timeout_s: float) -> Groups:
+def make_groups(
+    mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, int], kv_copies: int, timeout_s: float
+) -> Groups:
     """Build all groups; every rank of the world must call this with the same mesh.
 
-    `ends` are the pipeline ranks of the first and the last stage, which share a tied embedding.
+    `ends` are the pipeline ranks of the first and the last stage, which share a tied embedding; `kv_copies`
+    tensor ranks in a row share their key/value heads.
     """
 
     def along(axis: LaneKind, all_ranks: tuple[tuple[int, ...], ...]) -> Group:
@@ -41,11 +48,13 @@ def make_groups(mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, i
                 mine = Group(axis=axis, ranks=ranks, index=ranks.index(rank), recorder=recorder, handle=handle)
         return mine or Group(axis=axis, ranks=(rank,), index=0, recorder=recorder)
 
-    pipelines = mesh.groups("pipeline")
+    pipelines, tensors = mesh.groups("pipeline"), mesh.groups("tensor")
+    copies = [ranks[at : at + kv_copies] for ranks in tensors for at in range(0, len(ranks), kv_copies)]
     pairs = tuple(tuple(dict.fromkeys(ranks[end] for end in ends)) for ranks in pipelines)
     return Groups(
         world=along("data", (tuple(range(mesh.world)),)),
-        tensor=along("tensor", mesh.groups("tensor")),
+        tensor=along("tensor", tensors),
+        kv_copy=along("tensor", tuple(copies)),
         data=along("data", mesh.groups(*DATA)),
         forward=along("pipeline", pipelines),
         backward=along("pipeline", pipelines),

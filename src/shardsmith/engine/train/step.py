@@ -23,6 +23,7 @@ from shardsmith.engine.train.norm import clip_factor, largest_entry, squared_nor
 from shardsmith.engine.train.optimizer import make_optimizer
 from shardsmith.engine.train.replicas import check_replicas
 from shardsmith.engine.train.stage_work import StageWork
+from shardsmith.layout.axes.tensor import kv_copies
 from shardsmith.layout.facts import Shard
 from shardsmith.layout.shards import shard, stage_weights
 from shardsmith.plan.batch import batching
@@ -80,7 +81,8 @@ class Trainer:
         )
         self.recorder = Recorder(rank)
         ends = (order.placement[0], order.placement[-1])
-        self.groups: Groups = make_groups(mesh, rank, self.recorder, ends=ends, timeout_s=timeout_s)
+        copies = kv_copies(plan, model)
+        self.groups: Groups = make_groups(mesh, rank, self.recorder, ends=ends, kv_copies=copies, timeout_s=timeout_s)
         self.weights: dict[str, Weight] = {}
         self.shards: dict[str, Shard] = {}
         self.stages: dict[int, Stage] = {}
@@ -106,6 +108,8 @@ class Trainer:
         check_replicas(every, self.groups.data, "data-parallel replicas")
         replicated = {name: p for name, p in every.items() if self.shards[name].tensor_dim is None}
         check_replicas(replicated, self.groups.tensor, "parameters replicated over the tensor axis")
+        copied = {name: p for name, p in every.items() if self.shards[name].copy is not None}
+        check_replicas(copied, self.groups.kv_copy, "copies of key/value heads")
         check_replicas(self._tied(), self.groups.tied, "the two copies of the tied embedding")
 
     def move(self, microbatches: list[Microbatch]) -> list[Microbatch]:
@@ -138,7 +142,7 @@ class Trainer:
         """Whether this rank is the one that counts, saves or reports its shard of `name` (replicas: the first)."""
         if self.coord.replicate or self.coord.shard or self.coord.context:
             return False
-        if self.shards[name].tensor_dim is None and self.coord.tensor:
+        if (self.shards[name].tensor_dim is None and self.coord.tensor) or self.shards[name].copy:
             return False
         return name not in self._tied() or self.groups.tied.index == 0
 
@@ -199,7 +203,9 @@ class Trainer:
         for gradients in self._all_gradients():
             gradients.wait()
         partial = [p for name, p in self.parameters().items() if self.shards[name].partial_over_tensor]
-        tensor_axis.sum_partial_gradients(partial, self.groups.tensor)
+        tensor_axis.sum_partial_gradients(partial, self.groups.tensor, "partial_gradients")
+        copied = [p for name, p in self.parameters().items() if self.shards[name].copy is not None]
+        tensor_axis.sum_partial_gradients(copied, self.groups.kv_copy, "kv_copies")
 
     def _summarise(self, microbatches: list[Microbatch]) -> StepResult:
         """Loss, norm and tokens of the whole step in one small collective over all ranks."""

@@ -5,6 +5,9 @@ Column-parallel projections (q, k, v, gate, up) cut dim 0, the outputs, by whole
 head cut the vocabulary. With sequence parallelism the parts between them, norms and residuals, keep
 1/tensor of the sequence, and the sum becomes a reduce-scatter with an all-gather at the next projection
 (Korthikanti et al. 2022).
+
+Where key/value heads are fewer than ranks, `replicate_kv` splits the axis into kv_shard x kv_copy: rank t
+holds head t // copies, and ranks with the same head sum its gradients, as each serves other query heads.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from dataclasses import dataclass
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind, Shard
 from shardsmith.plan.batch import batching, divisors
+from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage
-from shardsmith.specs.model import ModelSpec, Role, Weight
-from shardsmith.units import DTYPE_BYTES
+from shardsmith.specs.model import ModelSpec, Role, Weight, weights
+from shardsmith.units import DTYPE_BYTES, format_bytes
 
 HEADS = Code(
     code="T203",
@@ -47,7 +51,15 @@ NO_EFFECT = Code(
     severity="warning",
 )
 
+NO_COPIES = Code(
+    code="T208",
+    title="replicate_kv has no effect",
+    because="key/value heads are copied only where there are fewer of them than tensor ranks",
+    severity="warning",
+)
+
 COLUMN: tuple[Role, ...] = ("q", "k", "v", "gate", "up")
+KEY_VALUE: tuple[Role, ...] = ("k", "v")
 ROW: tuple[Role, ...] = ("o", "down")
 VOCABULARY: tuple[Role, ...] = ("embedding", "head")
 
@@ -59,21 +71,30 @@ def tensor_dim(weight: Weight) -> int | None:
     return 1 if weight.role in ROW and not weight.bias else None
 
 
-def tensor_shard(weight: Weight, tensor: int, coord: int, sequence_parallel: bool) -> Shard:
-    """The part of `weight` on tensor rank `coord` of `tensor`.
+def kv_copies(plan: Plan, model: ModelSpec) -> int:
+    """How many tensor ranks hold the same key/value head: the size of the kv_copy groups, 1 without copies."""
+    return plan.tensor // model.kv_heads if plan.replicate_kv and plan.tensor > model.kv_heads else 1
+
+
+def tensor_shard(weight: Weight, tensor: int, coord: int, *, sequence_parallel: bool, kv_copies: int = 1) -> Shard:
+    """The part of `weight` on tensor rank `coord` of `tensor`, of which `kv_copies` share each key/value head.
 
     Rows of the vocabulary go in contiguous chunks of ceil(V / tensor), so the last ranks have fewer, or
-    none; every other dim that is cut divides evenly in a legal plan.
+    none; every other dim that is cut divides evenly in a legal plan. The gain of a head norm is everywhere
+    but serves each rank's own heads, so its gradient is always partial; that of other tensors that are
+    everywhere only where ranks see parts of the sequence.
     """
     dim = tensor_dim(weight)
     offsets, shape = [0] * len(weight.shape), list(weight.shape)
+    copies = kv_copies if weight.role in KEY_VALUE else 1
     if dim is not None:
-        offsets[dim], shape[dim] = chunk(weight.shape[dim], tensor, coord)
+        offsets[dim], shape[dim] = chunk(weight.shape[dim], tensor // copies, coord // copies)
     return Shard(
         offsets=tuple(offsets),
         shape=tuple(shape),
         tensor_dim=dim if tensor > 1 else None,
-        partial_over_tensor=sequence_parallel and tensor > 1 and dim is None,
+        partial_over_tensor=tensor > 1 and dim is None and (sequence_parallel or weight.role == "head_norm"),
+        copy=coord % copies if copies > 1 else None,
     )
 
 
@@ -136,22 +157,31 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
 
 
 def partial_gradients(setup: Setup, shards: list[Shard]) -> list[CollectiveCount]:
-    """The one call a step that sums the partial gradients of all `shards` of a rank over the tensor axis."""
-    elements = sum(s.numel for s in shards if s.partial_over_tensor)
-    size = elements * DTYPE_BYTES[precision(setup.plan, setup.workload).grad]
-    count = int(elements > 0)
-    return [CollectiveCount(axis="tensor", kind="all_reduce", purpose="partial_gradients", count=count, bytes=size)]
+    """The calls of a step, one each, that sum what ranks hold in parts of all `shards` of a rank.
+
+    Over the tensor axis go the gradients of tensors that are everywhere, over the kv_copy groups those of
+    copied key/value heads.
+    """
+    width = DTYPE_BYTES[precision(setup.plan, setup.workload).grad]
+
+    def sums(purpose: str, elements: int) -> CollectiveCount:
+        count, size = int(elements > 0), elements * width
+        return CollectiveCount(axis="tensor", kind="all_reduce", purpose=purpose, count=count, bytes=size)
+
+    return [
+        sums("partial_gradients", sum(s.numel for s in shards if s.partial_over_tensor)),
+        sums("kv_copies", sum(s.numel for s in shards if s.copy is not None)),
+    ]
 
 
 def tensor_faults(setup: Setup) -> list[Fault]:
     """What the tensor degree breaks, each with the nearest legal degrees."""
     plan, model, faults = setup.plan, setup.model, []
     for code, key, what in _DIVIDES:
-        size = getattr(model, key)
-        copies = key == "kv_heads" and plan.replicate_kv and plan.tensor % size == 0
-        if size % plan.tensor and not copies:
-            message = f"tensor = {plan.tensor} does not divide {size} {what}"
-            faults.append(code.fault(message, *setup.said("plan.tensor", f"model.{key}"), hint=_degree_hint(setup)))
+        if _misfit(model, key, plan.tensor, plan.replicate_kv):
+            message = f"tensor = {plan.tensor} does not divide {getattr(model, key)} {what}"
+            hint = _degree_hint(setup) + (_copies_hint(setup) if key == "kv_heads" else "")
+            faults.append(code.fault(message, *setup.said("plan.tensor", f"model.{key}"), hint=hint))
     if plan.sequence_parallel and setup.workload.seq_len % plan.tensor:
         each, seq_len = plan.tensor, setup.workload.seq_len
         near = " or ".join(str(s) for s in (seq_len - seq_len % each, seq_len - seq_len % each + each) if s)
@@ -161,6 +191,10 @@ def tensor_faults(setup: Setup) -> list[Fault]:
     if plan.sequence_parallel and plan.tensor == 1:
         said = setup.said("plan.sequence_parallel", "plan.tensor")
         faults.append(NO_EFFECT.fault("sequence_parallel = true, but tensor = 1", *said, hint="tensor = 2 or more"))
+    if plan.replicate_kv and plan.tensor <= model.kv_heads:
+        said = setup.said("plan.replicate_kv", "plan.tensor", "model.kv_heads")
+        message = f"replicate_kv = true, but tensor = {plan.tensor} is no more than {model.kv_heads} key/value heads"
+        faults.append(NO_COPIES.fault(message, *said, hint="replicate_kv = false"))
     return faults
 
 
@@ -171,17 +205,35 @@ _DIVIDES = (
 )
 
 
+def _misfit(model: ModelSpec, key: str, degree: int, replicate_kv: bool) -> bool:
+    """Whether the size `key` of `model` cannot be cut into `degree` parts, nor its key/value heads be copied."""
+    size = getattr(model, key)
+    copied = key == "kv_heads" and replicate_kv and degree % size == 0
+    return size % degree != 0 and not copied
+
+
 def _degree_hint(setup: Setup) -> str:
-    legal = model_degrees(setup.model)
+    legal = model_degrees(setup.model, replicate_kv=setup.plan.replicate_kv)
     below = [d for d in legal if d < setup.plan.tensor]
     above = [d for d in legal if d > setup.plan.tensor]
     near = [str(d) for d in (*below[-1:], *above[:1])]
     return f"tensor = {' or '.join(near)} ({setup.model.name} allows {', '.join(map(str, legal))})"
 
 
-def model_degrees(model: ModelSpec) -> tuple[int, ...]:
+def _copies_hint(setup: Setup) -> str:
+    """What copying key/value heads would cost, where that makes the degree legal."""
+    plan, model = setup.plan, setup.model
+    if _reasons(model, plan.tensor, replicate_kv=True):
+        return ""
+    layer = sum(w.numel for w in weights(model) if w.role in KEY_VALUE and w.layer == 0)
+    more = layer / model.kv_heads - layer / plan.tensor
+    size = int(more * -(-model.layers // plan.pipeline) * DTYPE_BYTES[precision(plan, setup.workload).param])
+    return f", or replicate_kv = true (+{format_bytes(size)} of weights a rank)"
+
+
+def model_degrees(model: ModelSpec, *, replicate_kv: bool = False) -> tuple[int, ...]:
     """Every tensor degree that `model` can be cut into, ascending; there is always 1."""
-    return tuple(d for d in divisors(model.heads) if not _reasons(model, d))
+    return tuple(d for d in divisors(model.heads) if not _reasons(model, d, replicate_kv=replicate_kv))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,15 +244,15 @@ class TensorDegrees:
     rejected: dict[int, str]
 
 
-def legal_tensor_degrees(model: ModelSpec, devices: int) -> TensorDegrees:
+def legal_tensor_degrees(model: ModelSpec, devices: int, *, replicate_kv: bool = False) -> TensorDegrees:
     """Which of the degrees that divide `devices` satisfy all rules of `model` at once, and why the others do not."""
-    reasons = {degree: _reasons(model, degree) for degree in divisors(devices)}
+    reasons = {degree: _reasons(model, degree, replicate_kv=replicate_kv) for degree in divisors(devices)}
     return TensorDegrees(
         legal=tuple(d for d, why in reasons.items() if not why),
         rejected={d: "; ".join(why) for d, why in reasons.items() if why},
     )
 
 
-def _reasons(model: ModelSpec, degree: int) -> list[str]:
-    sizes = [(getattr(model, key), what) for _, key, what in _DIVIDES]
-    return [f"{degree} does not divide {size} {what}" for size, what in sizes if size % degree]
+def _reasons(model: ModelSpec, degree: int, *, replicate_kv: bool = False) -> list[str]:
+    misfits = [(getattr(model, key), what) for _, key, what in _DIVIDES if _misfit(model, key, degree, replicate_kv)]
+    return [f"{degree} does not divide {size} {what}" for size, what in misfits]

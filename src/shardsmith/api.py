@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
     from shardsmith.engine.parity.certificate import Certificate
     from shardsmith.layout.check import Checked
@@ -126,7 +127,7 @@ def study(
 NO_TORCH = Code(
     code="X201",
     title="torch is not installed",
-    because="training and verifying run real tensors; planning, checking and schedules need no torch",
+    because="training, verifying and converting handle real tensors; planning, checking and schedules need no torch",
 )
 TOO_MANY_RANKS = Code(
     code="X202",
@@ -185,6 +186,18 @@ def train(job: Job, *, pace: str | None = None) -> Path:
     launch(train_rank, (job, lengths), world=setup.plan.world, timeout_s=job.run.timeout_s, log_dir=folder / "logs")
     _draw(folder)
     return folder
+
+
+def convert(source: str | Path, target: str | Path) -> Converted:
+    """Weights from a Hugging Face folder to the folder of a run, or the other way: `source` says which.
+
+    Reads and writes one tensor at a time. Raises `Refused` for a source that is unsound or in no known
+    format, and for a target that holds files already; see `engine.checkpoint`.
+    """
+    _require_torch("convert")
+    from shardsmith.engine.checkpoint.convert import convert
+
+    return convert(Path(source), Path(target))
 
 
 def _draw(folder: Path) -> None:
@@ -300,9 +313,9 @@ def demo(out: str | Path = "demo-run", *, steps: int = 200, say: Callable[[str],
 
 def _samples(setup: Setup, folder: Path, text: Path, count: int = 24) -> tuple[tuple[str, str], ...]:
     """Greedy continuations of a few prompts, by the final weights of the run."""
+    from shardsmith.engine.checkpoint.run_folder import WEIGHTS_FILE
     from shardsmith.engine.dataset.tokenizer import open_tokenizer
     from shardsmith.engine.runtime.forked import run_forked
-    from shardsmith.engine.train.loop import WEIGHTS_FILE
     from shardsmith.engine.train.sample import greedy_from
 
     tokenizer = open_tokenizer(str(text.with_name("tokenizer.json")))

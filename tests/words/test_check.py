@@ -51,7 +51,7 @@ REFUSAL = """\
 error[T204]: tensor = 8 does not divide 4 key/value heads
   --plan: tensor = 8      tiny-llama: kv_heads = 4
 because: each tensor rank owns whole key/value heads
-hint: tensor = 4 (tiny-llama allows 1, 2, 4)"""
+hint: tensor = 4 (tiny-llama allows 1, 2, 4), or replicate_kv = true (+32.00 KiB of weights a rank)"""
 
 
 def test_a_refusal_reads_as_designed() -> None:
@@ -67,7 +67,23 @@ def test_h01_two_key_value_heads_on_four_ranks() -> None:
 
 def test_h01_four_key_value_heads_of_size_128_on_eight_ranks() -> None:
     fault = only(with_model(setup("tensor=8"), kv_heads=4, head_dim=128))
-    assert (fault.code, fault.hint) == ("T204", "tensor = 4 (tiny-llama allows 1, 2, 4)")
+    assert fault.code == "T204"
+    # Without copies a rank would hold half a head of K and V, 2 x 64 x 128 float32 in each of 4 layers: the same again.
+    copies = "replicate_kv = true (+256 KiB of weights a rank)"
+    assert fault.hint == f"tensor = 4 (tiny-llama allows 1, 2, 4), or {copies}"
+
+
+def test_h01_copied_key_value_heads() -> None:
+    assert codes(with_model(setup("tensor=4,replicate_kv=true"), kv_heads=2), running=True) == []
+    assert codes(with_model(setup("tensor=8,replicate_kv=true"), kv_heads=2), running=True) == []
+    # 4 ranks cannot share 3 heads evenly, and copies do not help query heads.
+    odd = only(with_model(setup("tensor=4,replicate_kv=true"), heads=12, kv_heads=3, ffn=384))
+    assert (odd.code, odd.hint) == ("T204", "tensor = 3 or 6 (tiny-llama allows 1, 3, 6, 12)")
+    assert codes(with_model(setup("tensor=16,replicate_kv=true"), kv_heads=2)) == ["T203"]
+    assert "replicate_kv" not in only(with_model(setup("tensor=4"), heads=12, kv_heads=3, ffn=384)).hint
+    for line in ("tensor=4,replicate_kv=true", "replicate_kv=true"):
+        fault = only(setup(line))
+        assert (fault.code, fault.severity, fault.hint) == ("T208", "warning", "replicate_kv = false")
 
 
 def test_tensor_faults_come_together() -> None:
@@ -169,7 +185,6 @@ OTHER_VALUES = {
     "expert_tensor": "2",
     "zero": "1,data=2",
     "zero_gather": "per_step",
-    "replicate_kv": "true",
     "recompute": "full",
     "overlap": "chunks",
     "capacity_factor": "1.5",

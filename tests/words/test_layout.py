@@ -14,6 +14,7 @@ from shardsmith.layout.shards import local_shards, shard, stage_states, stage_we
 from shardsmith.plan.file import make_setup
 from shardsmith.plan.mesh import Coord, mesh_of
 from shardsmith.plan.setup import Setup
+from shardsmith.plan.shrink import shrink
 from shardsmith.plan.stages import stages
 from shardsmith.specs.library import model_named
 from shardsmith.specs.model import parameter_count, weights
@@ -260,3 +261,39 @@ def test_split_heads_are_an_invariant_of_shards() -> None:
     k = next(w for w in weights(found.model) if w.role == "k")
     with pytest.raises(AssertionError, match="split heads"):
         shard(k, found.plan, found.model, HERE)
+
+
+def test_gains_of_head_norms_are_everywhere_and_always_partial() -> None:
+    for sequence_parallel in ("false", "true"):
+        found = setup(f"tensor=2,sequence_parallel={sequence_parallel}", qk_norm=True)
+        held = [h for h in local_shards(found, 1) if h.weight.role == "head_norm"]
+        assert len(held) == 2 * found.model.layers
+        assert all(h.shard.tensor_dim is None and h.shard.shape == (16,) for h in held)
+        assert all(h.shard.partial_over_tensor for h in held)
+    assert counts(setup("tensor=2", qk_norm=True), 0)["tensor", "all_reduce", "partial_gradients"] == (1, 8 * 16 * 4)
+    assert not any(h.shard.partial_over_tensor for h in local_shards(setup("", qk_norm=True), 0))
+
+
+def test_a22_copied_heads_are_cut_over_kv_shard_and_held_by_kv_copy() -> None:
+    found = setup("tensor=8,replicate_kv=true", heads=8, kv_heads=2)
+    keys = {}
+    for rank in range(8):
+        for h in local_shards(found, rank):
+            if h.weight.name == "layers.0.attention.k.weight":
+                keys[rank] = (h.shard.offsets[0], h.shard.shape[0], h.shard.copy, h.shard.tensor_dim)
+            if h.weight.role in ("q", "o"):
+                assert h.shard.copy is None
+                assert 16 in h.shard.shape
+    assert keys == {rank: (rank // 4 * 16, 16, rank % 4, 0) for rank in range(8)}
+    # Key and value of 4 layers: one head of 16 channels from a hidden size of 128, float32.
+    assert counts(found, 5)["tensor", "all_reduce", "kv_copies"] == (1, 2 * 4 * 16 * 128 * 4)
+    assert counts(setup("tensor=2,replicate_kv=true"), 0).get(("tensor", "all_reduce", "kv_copies")) is None
+
+
+def test_a_shrunk_setup_keeps_copies_window_and_norms() -> None:
+    small = shrink(setup("tensor=8,replicate_kv=true", kv_heads=2, window=32, qk_norm=True))
+    assert (small.plan.tensor, small.model.kv_heads, small.model.heads) == (2, 1, 2)
+    assert small.model.qk_norm
+    assert small.model.window is not None
+    assert small.model.window < small.workload.seq_len
+    assert shrink(setup("tensor=4")).model.window is None

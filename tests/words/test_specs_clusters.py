@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardsmith.errors import Refused
 from shardsmith.specs.cluster import cluster_faults
-from shardsmith.specs.flops import forward_flops, hardware_flops, mfu, model_flops, utilisation_faults
+from shardsmith.specs.flops import Convention, forward_flops, hardware_flops, mfu, model_flops, utilisation_faults
 from shardsmith.specs.library import cluster_named, cluster_names, model_named
 from shardsmith.specs.model import ModelSpec, weights
 
@@ -135,3 +135,16 @@ def test_selective_recompute_repeats_the_scores_only() -> None:
     assert work["none"].total == model_flops(spec, seq_len=256, tokens=10).total == 30 * forward.total
     assert work["selective"].items["recompute"] == 10 * forward.items["attention_scores"]
     assert work["full"].items["recompute"] == 10 * (forward.total - forward.items["head"])
+
+
+def test_a_window_bounds_the_keys_of_a_query() -> None:
+    spec = model_named("mistral-7b")
+    width = 4 * spec.layers * spec.heads * spec.head_dim
+
+    def keys(seq_len: int, convention: Convention) -> float:
+        return forward_flops(spec, seq_len=seq_len, convention=convention).items["attention_scores"] / width
+
+    assert (keys(4096, "full"), keys(4096, "causal")) == (4096, 2048)
+    assert keys(8192, "full") == 4096
+    # The first 4096 queries have 2048 keys on average, the others 4096.
+    assert keys(8192, "causal") == (2048 + 4096) / 2

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import save_file
 
+from shardsmith.engine.checkpoint.run_folder import write_run
+from shardsmith.engine.checkpoint.source import in_memory
 from shardsmith.engine.dataset.batches import Batches, batches_of, open_source
 from shardsmith.engine.runtime import environment, process, progress
 from shardsmith.engine.train.gather import full_parameters, measured_timeline
@@ -21,15 +22,12 @@ from shardsmith.plan.setup import Job
 from shardsmith.schedule.ir import Kind
 from shardsmith.specs.flops import mfu, model_flops
 
-WEIGHTS_FILE = "model.safetensors"
-"""Full final weights in the run's folder, under the model's own tensor names."""
-
 
 def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> None:
     """Train as `job` says; every rank of the plan's world calls this in a process of its own.
 
     Writes into `job.run.folder` from rank 0: metrics.jsonl, TensorBoard events, the recorded timeline
-    (timeline.json, trace.json) and the final weights.
+    (timeline.json, trace.json) and the final weights (model.safetensors, model.toml).
     """
     here = process.start(environment.detect(), timeout_s=job.run.timeout_s)
     try:
@@ -52,7 +50,7 @@ def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> None:
         _steps(job, trainer, batches, folder, notes=_notes(pace))
         full = full_parameters(trainer)
         if full is not None:
-            save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+            write_run(in_memory(job.setup.model, full), folder)
     finally:
         process.stop()
 

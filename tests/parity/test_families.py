@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from shardsmith.engine.parity.certificate import SGD, _batches, certify
+from shardsmith.engine.dataset.batches import Synthetic, batches_of
+from shardsmith.engine.parity.certificate import SGD, certify
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.train.step import Trainer
 from shardsmith.layout.check import check
-from shardsmith.layout.collectives import collectives
+from shardsmith.layout.facts import Shard
 from shardsmith.plan.file import make_setup
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.model import ModelSpec, RopeScaling, YarnScaling
 
-SMALL = ModelSpec(
-    name="small", layers=2, hidden=24, heads=4, kv_heads=2, head_dim=6, ffn=40, vocab=37, context=64
-)  # fmt: skip
+SMALL = ModelSpec(name="small", layers=2, hidden=24, heads=4, kv_heads=2, head_dim=6, ffn=40, vocab=37, context=64)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {"kv_heads": 4},
     "llama3": {"rope_theta": 500.0, "rope_scaling": RopeScaling(original_context=16), "tied": True},
@@ -69,7 +68,7 @@ def test_a22_copied_key_value_heads_train_as_one(case: str) -> None:
     assert certificate.passed, certificate.summary()
     assert max(p.value_error for p in certificate.parameters) <= 1e-10
     by_head: dict[tuple[str, int], list[Any]] = {}
-    for held, _ in run_forked(_trained, found.plan.world, found, 5, timeout_s=150.0):
+    for held in run_forked(_trained, found.plan.world, found, 5, timeout_s=150.0):
         for name, (shard, value) in held.items():
             if shard.copy is not None:
                 by_head.setdefault((name, shard.offsets[0]), []).append(value)
@@ -81,31 +80,12 @@ def test_a22_copied_key_value_heads_train_as_one(case: str) -> None:
         assert all(np.array_equal(copies[0], other) for other in copies)
 
 
-@pytest.mark.parametrize(
-    ("plan", "changes"),
-    [
-        (f"{PLAN},sequence_parallel=true", FAMILIES["qwen3"]),
-        (PLAN, FAMILIES["qwen3"]),
-        ("tensor=4,data=2,replicate_kv=true,bucket_mb=0.01", FAMILIES["qwen2"]),
-    ],
-)
-def test_collectives_are_those_that_the_layout_states(plan: str, changes: dict[str, Any]) -> None:
-    found = setup(plan, **changes)
-    for rank, (_, counted) in enumerate(run_forked(_trained, found.plan.world, found, 1, timeout_s=150.0)):
-        stated = {(c.axis, c.kind, c.purpose): (c.count, c.bytes) for c in collectives(found, rank)}
-        assert {key: value for key, value in counted.items() if key in stated} == stated
-        assert {key[2] for key in counted.keys() - stated.keys()} <= {"token_count", "step_summary"}
-
-
-def _trained(found: Setup, steps: int) -> tuple[dict[str, Any], dict[tuple[str, str, str], tuple[int, int]]]:
-    """This rank's parameters (shard, value) after `steps` steps, and the collectives of the last."""
+def _trained(found: Setup, steps: int) -> dict[str, tuple[Shard, Any]]:
+    """This rank's shards and their values after `steps` steps, whose replicas are then found to be equal."""
     trainer = Trainer(found, SGD, rank=torch.distributed.get_rank(), seed=0, device=torch.device("cpu"))
-    trainer.check_replicas()
-    batches = _batches(trainer.setup, 0)
+    source = Synthetic(seed=0, vocab=found.model.vocab, seq_len=found.workload.seq_len, ignored=0.5)
+    batches = batches_of(source, seed=0, setup=trainer.setup)
     for step in range(steps):
-        trainer.recorder.counting = step == steps - 1
         trainer.step(batches.batch(step, trainer.data_index))
-    trainer.recorder.counting = False
     trainer.check_replicas()
-    held = {name: (trainer.shards[name], p.detach().numpy().copy()) for name, p in trainer.parameters().items()}
-    return held, {tuple(key): (tally.count, tally.bytes) for key, tally in trainer.recorder.tallies.items()}
+    return {name: (trainer.shards[name], p.detach().numpy().copy()) for name, p in trainer.parameters().items()}

@@ -66,6 +66,10 @@ def stated(found: Setup, rank: int) -> Counts:
         ("data=2,schedule=interleaved,stages_per_rank=2,microbatches=2", "tiny-gpt", "float32", {}),
         ("data=2,tensor=2,pipeline=2,microbatches=3", "tiny-llama", "float32", {}),
         ("data=2,tensor=2,pipeline=2,microbatches=3,sequence_parallel=true", "tiny-gpt", "float64", {}),
+        ("tensor=2,pipeline=2,microbatches=2", "tiny-llama", "float32", {"qk_norm": True}),
+        ("tensor=2,microbatches=2,sequence_parallel=true", "tiny-llama", "float32", {"qk_norm": True}),
+        ("data=2,tensor=4,replicate_kv=true,microbatches=2,bucket_mb=0.001", "tiny-llama", "float32", {"kv_heads": 2}),
+        ("tensor=4,replicate_kv=true,microbatches=2", "tiny-llama", "float64", {"kv_heads": 1, "attention_bias": True}),
     ],
 )
 def test_a_step_sends_what_the_layout_says(run_ranks, line, model, dtype, changes):

@@ -35,7 +35,7 @@ def attach(stage: Stage, shards: Mapping[str, Shard], group: Group, *, sequence_
             module.first, module.split = shards[f"{name}.weight"].offsets[0], True
 
 
-def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group, purpose: str) -> None:
+def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group, purpose: str = "partial_gradients") -> None:
     """Sum, over the ranks of `group`, gradients of parameters that they all hold and each computed a part of.
 
     `partial_gradients` over all tensor ranks: each saw a part of the sequence, or has heads of its own behind a

@@ -131,7 +131,7 @@ def study(
 NO_TORCH = Code(
     code="X201",
     title="torch is not installed",
-    because="training and verifying run real tensors; planning, checking and schedules need no torch",
+    because="training, verifying and converting handle real tensors; planning, checking and schedules need no torch",
 )
 TOO_MANY_RANKS = Code(
     code="X202",
@@ -203,6 +203,18 @@ def train(job: Job, *, pace: str | None = None) -> Trained:
     preempted = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
     _draw(folder)
     return Trained(folder=folder, preempted=preempted)
+
+
+def convert(source: str | Path, target: str | Path) -> Converted:
+    """Weights from a Hugging Face folder to the folder of a run, or the other way: `source` says which.
+
+    Reads and writes one tensor at a time. Raises `Refused` for a source that is unsound or in no known
+    format, and for a target that holds files already; see `engine.checkpoint`.
+    """
+    _require_torch("convert")
+    from shardsmith.engine.checkpoint.convert import convert
+
+    return convert(Path(source), Path(target))
 
 
 def convert(source: str | Path, target: str | Path) -> Converted:

@@ -79,6 +79,10 @@ core: $(CORE_READY)  ## the core works where torch is not installed
 	@$(CORE)/bin/python $(PIP) --no-deps --force-reinstall .
 	@cd $(CORE) && bin/python ../tests/docs/core_without_torch.py
 
+.PHONY: bench
+bench: $(READY)  ## train the same model with others and compare; figures into docs/measured.md
+	$(BIN)/python benchmarks/bench.py --json benchmarks/figures.json --write docs/measured.md
+
 .PHONY: clean
 clean:  ## remove everything that make made
-	rm -rf .venv $(CORE) build dist .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache
+	rm -rf .venv $(CORE) benchmarks/.envs build dist .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache

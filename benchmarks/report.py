@@ -1,0 +1,136 @@
+"""From measured runs to figures, and from figures to tables: on the terminal and in a page of the documentation."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from contest import REFERENCE, SYSTEMS, Layout
+from launch import Measured
+from workload import GLOBAL_BATCH, MICROBATCH, SHAPE
+
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One system at one layout: medians over the repeats; ratios are to the reference in the same repeat.
+
+    `loss_error` is the largest difference from the reference's loss in any step.
+    """
+
+    system: str
+    layout: str
+    ranks: int
+    cpu_s_per_step: float
+    cpu_ratio: float
+    tokens_per_s: float
+    anonymous_mib: float
+    memory_ratio: float
+    loss_error: float
+    cpu_s_of_repeats: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """All rows of one benchmark, on which machine and how they were measured, and what is missing and why."""
+
+    machine: str
+    repeats: int
+    steps: int
+    warmup: int
+    rows: list[Row]
+    notes: list[str]
+
+
+def summary(system: str, layout: Layout, runs: Sequence[Measured], reference: Sequence[Measured]) -> Row:
+    """The row of `runs`, one a repeat, beside the reference's."""
+    pairs = list(zip(runs, reference, strict=True))
+    return Row(
+        system=system,
+        layout=layout.name,
+        ranks=layout.world,
+        cpu_s_per_step=statistics.median(run.cpu_s_per_step for run in runs),
+        cpu_ratio=statistics.median(run.cpu_s_per_step / other.cpu_s_per_step for run, other in pairs),
+        tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
+        anonymous_mib=statistics.median(run.anonymous_mib for run in runs),
+        memory_ratio=statistics.median(run.anonymous_mib / other.anonymous_mib for run, other in pairs),
+        loss_error=max(abs(a - b) for run, other in pairs for a, b in zip(run.losses, other.losses, strict=True)),
+        cpu_s_of_repeats=tuple(run.cpu_s_per_step for run in runs),
+    )
+
+
+def machine() -> str:
+    """Day, machine and versions, in words."""
+    cpu = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.machine(),
+    )
+    torch = importlib.metadata.version("torch")
+    cores = len(os.sched_getaffinity(0))
+    day = datetime.date.today().isoformat()
+    return f"{day}, {cores} cores ({cpu}), torch {torch}, Python {platform.python_version()}"
+
+
+def text_table(figures: Figures) -> str:
+    """Every row with all its figures, for a terminal."""
+    titles = f"{'CPU-s/step':>11}{'x DDP':>7}{'tokens/s':>10}{'MiB':>7}{'x DDP':>7}{'loss error':>12}"
+    head = f"{'layout':22}{'system':12}{titles}"
+    lines = [head, "-" * len(head)]
+    lines += [
+        f"{row.layout:22}{row.system:12}{row.cpu_s_per_step:11.2f}{row.cpu_ratio:7.2f}{row.tokens_per_s:10.0f}"
+        f"{row.anonymous_mib:7.0f}{row.memory_ratio:7.2f}{row.loss_error:12.1e}"
+        for row in figures.rows
+    ]
+    return "\n".join([*lines, *figures.notes])
+
+
+def write_section(page: Path, figures: Figures) -> None:
+    """Put the tables between the markers of `page` (a new section at its end where there are none)."""
+    text = page.read_text() if page.exists() else "# Measured\n"
+    if BEGIN not in text:
+        text = f"{text.rstrip()}\n\n{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{_markdown(figures)}\n{END}{rest.partition(END)[2]}")
+
+
+def _markdown(figures: Figures) -> str:
+    by_layout = {row.layout: row.ranks for row in figures.rows}
+    found = {(row.system, row.layout): row for row in figures.rows}
+    systems = [name for name in SYSTEMS if any(row.system == name for row in figures.rows)]
+
+    def table(shown: Callable[[Row], str]) -> str:
+        lines = [f"| layout | ranks | {' | '.join(systems)} |", "|---|---|" + "---|" * len(systems)]
+        for layout, ranks in by_layout.items():
+            cells = [shown(found[s, layout]) if (s, layout) in found else "" for s in systems]
+            lines.append(f"| {layout} | {ranks} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    worst = max(row.loss_error for row in figures.rows)
+    parts = [
+        "## Training the same model with others",
+        f"`make bench`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads} "
+        f"heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; sequences of "
+        f"{SHAPE.seq_len}, {GLOBAL_BATCH} a step in microbatches of {MICROBATCH}; float32, AdamW, gloo, one thread a "
+        f"rank. {figures.repeats} interleaved repeats of {figures.steps} steps, the first {figures.warmup} not "
+        f"counted; medians, and in brackets the ratio to {REFERENCE[0]}'s DDP at {REFERENCE[1]} in the same repeat. "
+        f"All train from the same weights on the same tokens: their losses differ by at most {worst:.0e}.",
+        "CPU-seconds a step, summed over all ranks:",
+        table(lambda row: f"{row.cpu_s_per_step:.2f} ({row.cpu_ratio:.2f})"),
+        "Peak of anonymous memory, MiB summed over all ranks:",
+        table(lambda row: f"{row.anonymous_mib:.0f} ({row.memory_ratio:.2f})"),
+        "Tokens a second, which depends on what else the machine does and on how many ranks share its cores:",
+        table(lambda row: f"{row.tokens_per_s:.0f}"),
+        *(f"Not measured: {note}." for note in figures.notes),
+    ]
+    return "\n\n".join(parts)
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []

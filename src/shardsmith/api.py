@@ -169,7 +169,10 @@ def train(job: Job, *, pace: str | None = None) -> Path:
     recorded its timeline as JSON, Perfetto trace and picture. Raises `Refused` before anything starts,
     `RankFailed` with a rank's own error.
     """
+    from shardsmith.specs.run_rules import run_faults
+
     _require_sound(job.setup)
+    raise_errors(run_faults(job.run))
     lengths = _pace(pace)
     _require_torch("train")
     from shardsmith.engine.dataset.batches import open_source

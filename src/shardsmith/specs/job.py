@@ -44,6 +44,10 @@ class Run:
     """How long and where: `steps` optimiser steps, outputs under `folder`, `seed` of the initial weights.
 
     `timeout_s` bounds every wait for another rank. `timeline_step` is recorded (-1: none).
+
+    A checkpoint is saved after every `save_every` steps and the last one (0: never), and the newest `keep` are
+    kept (0: all). `resume` from the newest checkpoint in the folder (`auto`), from the one at a path, or `never`.
+    What `reset` names is not resumed: the `optimizer` starts without its moments, the `data` from their start.
     """
 
     steps: int = 100
@@ -53,3 +57,7 @@ class Run:
     timeout_s: float = 300.0
     timeline_step: int = -1
     tensorboard: bool = True
+    save_every: int = 0
+    keep: int = 2
+    resume: str = "auto"
+    reset: tuple[Literal["optimizer", "data"], ...] = ()

@@ -6,7 +6,7 @@ Shapes: B sequences of a microbatch, S positions of a sequence.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -112,7 +112,8 @@ class Batches:
     """The batches of a run: what replica `data_index` computes in a step depends on (seed, step) and the plan alone.
 
     All ranks of a replica get equal batches without talking; nothing is kept between steps, so a resumed
-    run continues where the step number says.
+    run continues where the step number says. Step 0 begins at place `first` of the stream of samples, which is
+    not 0 where a run goes on with another global batch.
     """
 
     source: Source
@@ -120,15 +121,30 @@ class Batches:
     data: int
     microbatch: int
     microbatches: int
+    first: int = 0
 
     @property
     def global_batch(self) -> int:
         """Sequences of a step over all replicas."""
         return self.data * self.microbatch * self.microbatches
 
+    def consumed(self, step: int) -> int:
+        """Place in the stream of samples at which `step` begins: what all steps before it have consumed."""
+        return self.first + step * self.global_batch
+
+    def continuing(self, step: int, consumed: int) -> Batches:
+        """The same data cut so that `step` begins at place `consumed`, whatever the steps before it took."""
+        return replace(self, first=consumed - step * self.global_batch)
+
     def sample_ids(self, step: int, data_index: int) -> Ints:
         """Samples of a replica in a step: int64[microbatches, microbatch]. The epoch advances by itself."""
-        batch = samples_of_step(seed=self.seed, step=step, global_batch=self.global_batch, samples=self.source.samples)
+        batch = samples_of_step(
+            seed=self.seed,
+            step=step,
+            global_batch=self.global_batch,
+            samples=self.source.samples,
+            first=self.first,
+        )
         return of_replica(
             batch,
             data_index=data_index,

@@ -12,8 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from shardsmith.engine.dataset.batches import Batches, batches_of, open_source
+from shardsmith.engine.dataset.batches import batches_of, open_source
 from shardsmith.engine.runtime import environment, process, progress
+from shardsmith.engine.train.checkpoints import Checkpoints
 from shardsmith.engine.train.gather import full_parameters, measured_timeline
 from shardsmith.engine.train.metrics import MetricsWriter, StepMetrics
 from shardsmith.engine.train.step import StepResult, Trainer
@@ -29,7 +30,7 @@ def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> None:
     """Train as `job` says; every rank of the plan's world calls this in a process of its own.
 
     Writes into `job.run.folder` from rank 0: metrics.jsonl, TensorBoard events, the recorded timeline
-    (timeline.json, trace.json) and the final weights.
+    (timeline.json, trace.json) and the final weights; all ranks write checkpoints/, from which it resumes.
     """
     here = process.start(environment.detect(), timeout_s=job.run.timeout_s)
     try:
@@ -49,7 +50,9 @@ def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> None:
         )
         batches = batches_of(source, seed=job.data.seed, setup=trainer.setup)
         folder = Path(job.run.folder)
-        _steps(job, trainer, batches, folder, notes=_notes(pace))
+        checkpoints = Checkpoints(job, trainer, batches)
+        checkpoints.resume()
+        _steps(job, trainer, checkpoints, folder, notes=_notes(pace))
         full = full_parameters(trainer)
         if full is not None:
             save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -57,11 +60,11 @@ def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> None:
         process.stop()
 
 
-def _steps(job: Job, trainer: Trainer, batches: Batches, folder: Path, notes: tuple[str, ...]) -> None:
-    rank = dist.get_rank()
-    writer = MetricsWriter(folder, tensorboard=job.run.tensorboard) if rank == 0 else None
+def _steps(job: Job, trainer: Trainer, checkpoints: Checkpoints, folder: Path, notes: tuple[str, ...]) -> None:
+    rank, first, batches = dist.get_rank(), checkpoints.step, checkpoints.batches
+    writer = MetricsWriter(folder, tensorboard=job.run.tensorboard, first=first) if rank == 0 else None
     with _progress_bar(job.run.steps, shown=rank == 0) as report:
-        for step in range(job.run.steps):
+        for step in range(first, job.run.steps):
             progress.at_step(step)
             traced = step == job.run.timeline_step
             if traced:
@@ -77,6 +80,7 @@ def _steps(job: Job, trainer: Trainer, batches: Batches, folder: Path, notes: tu
             if writer is not None:
                 writer.write(metrics)
             report(metrics)
+            checkpoints.after(step)
     if writer is not None:
         writer.close()
 

@@ -1,0 +1,1 @@
+"""Checkpoints: tensors by global name and logical shape, complete or refused, exact under any change of layout."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardsmith.engine.checkpoint.blocks import NOT_READ
 from shardsmith.errors import Code, Fault
+from shardsmith.specs.job import Data
 from shardsmith.specs.model import ModelSpec
 from shardsmith.specs.parse import parse_table
 
@@ -109,8 +110,8 @@ def model_faults(saved: Mapping[str, Any], model: ModelSpec, source: str) -> lis
 
 
 def data_faults(saved: Mapping[str, Any], data: Mapping[str, Any], source: str) -> list[Fault]:
-    """Every value in which the data of a checkpoint differ from those of the job."""
-    faults = _differences(saved, data, {}, source, "data", OTHER_DATA)
+    """Every value in which the data of a checkpoint differ from those of the job; see `model_faults`."""
+    faults = _differences(saved, data, plain(Data()), source, "data", OTHER_DATA)
     hint = 'take the value of the checkpoint, or begin these data from their start: run.reset = ["data"]'
     return [OTHER_DATA.fault(f.message, *f.values, hint=hint) for f in faults]
 

@@ -18,13 +18,14 @@ NO_OPTIMIZER = Code(
     title="checkpoint without the state of this optimiser",
     because="moments that restart at zero make the loss jump or drift, and nothing would say why",
 )
-_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 _RESET = 'resume without it by name: run.reset = ["optimizer"]'
 
 
 def needed_states(optimisation: Optimisation) -> tuple[str, ...]:
     """Tensors that the optimiser keeps of each parameter, as torch names them."""
-    return _MOMENTS[optimisation.optimizer] + (("momentum_buffer",) if optimisation.momentum else ())
+    if optimisation.optimizer == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if optimisation.momentum else ()
 
 
 def optimizer_record(

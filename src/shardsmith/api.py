@@ -185,9 +185,10 @@ def train(job: Job, *, pace: str | None = None) -> Trained:
     `RankFailed` with a rank's own error.
     """
     from shardsmith.specs.job_rules import job_faults
+    from shardsmith.specs.run_rules import run_faults
 
     _require_sound(job.setup)
-    raise_errors(job_faults(job.data, job.optimisation, job.run))
+    raise_errors([*job_faults(job.data, job.optimisation, job.run), *run_faults(job.run)])
     lengths = _pace(pace)
     _require_torch("train")
     from shardsmith.engine.dataset.open import open_data
@@ -203,18 +204,6 @@ def train(job: Job, *, pace: str | None = None) -> Trained:
     preempted = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
     _draw(folder)
     return Trained(folder=folder, preempted=preempted)
-
-
-def convert(source: str | Path, target: str | Path) -> Converted:
-    """Weights from a Hugging Face folder to the folder of a run, or the other way: `source` says which.
-
-    Reads and writes one tensor at a time. Raises `Refused` for a source that is unsound or in no known
-    format, and for a target that holds files already; see `engine.checkpoint`.
-    """
-    _require_torch("convert")
-    from shardsmith.engine.checkpoint.convert import convert
-
-    return convert(Path(source), Path(target))
 
 
 def convert(source: str | Path, target: str | Path) -> Converted:

@@ -86,6 +86,10 @@ class Run:
     `log_every` steps have a line in metrics.jsonl. What is held out is evaluated every `eval_every` steps and
     after the last (0: never), on at most `eval_batches` global batches (0: on all of it). `timeout_s` bounds
     every wait for another rank. `timeline_step` is recorded (-1: none).
+
+    A checkpoint is saved after every `save_every` steps and the last one (0: never), and the newest `keep` are
+    kept (0: all). `resume` from the newest checkpoint in the folder (`auto`), from the one at a path, or `never`.
+    What `reset` names is not resumed: the `optimizer` starts without its moments, the `data` from their start.
     """
 
     steps: int = 100
@@ -97,3 +101,7 @@ class Run:
     timeout_s: float = 300.0
     timeline_step: int = -1
     tensorboard: bool = True
+    save_every: int = 0
+    keep: int = 2
+    resume: str = "auto"
+    reset: tuple[Literal["optimizer", "data"], ...] = ()

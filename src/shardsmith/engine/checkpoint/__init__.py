@@ -1,1 +1,1 @@
-"""Weights and training state on disk."""
+"""Checkpoints: tensors by global name and logical shape, complete or refused, exact under any change of layout."""

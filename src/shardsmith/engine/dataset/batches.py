@@ -67,7 +67,8 @@ class Batches:
 
     All ranks of a replica get equal batches without talking; nothing is kept between steps, so a resumed
     run continues where the step number says. The stream of samples has no end, so no rank is ever left
-    without a batch.
+    without a batch. Step 0 begins at place `first` of that stream, which is not 0 where a run goes on with another
+    global batch.
     """
 
     source: Source
@@ -75,15 +76,24 @@ class Batches:
     data: int
     microbatch: int
     microbatches: int
+    first: int = 0
 
     @property
     def global_batch(self) -> int:
         """Sequences of a step over all replicas."""
         return self.data * self.microbatch * self.microbatches
 
+    def consumed(self, step: int) -> int:
+        """Place in the stream of samples at which `step` begins: what all steps before it have consumed."""
+        return self.first + step * self.global_batch
+
+    def continuing(self, step: int, consumed: int) -> Batches:
+        """The same data cut so that `step` begins at place `consumed`, whatever the steps before it took."""
+        return replace(self, first=consumed - step * self.global_batch)
+
     def global_ids(self, step: int) -> Ints:
         """Samples of a step over all replicas: int64[global_batch]. Epochs advance by themselves."""
-        places = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
+        places = np.arange(self.consumed(step), self.consumed(step + 1), dtype=np.int64)
         sizes, weights = sizes_and_weights(self.source)
         return samples_at(places, seed=self.seed, sizes=sizes, weights=weights)
 

@@ -58,14 +58,16 @@ def window_count(tokens: int, seq_len: int, *, source: str = "data") -> int:
     return (tokens - 1) // seq_len
 
 
-def samples_of_step(*, seed: int, step: int, global_batch: int, samples: int) -> Ints:
+def samples_of_step(*, seed: int, step: int, global_batch: int, samples: int, first: int = 0) -> Ints:
     """The samples of `step` (from 0): int64[global_batch], each in [0, samples).
 
     Steps follow one another without gap: a batch may end one epoch and begin the next, and one larger
-    than the data holds several epochs.
+    than the data holds several epochs. Step 0 begins at place `first` of the stream, which is below 0 where
+    smaller steps went before.
     """
-    assert min(samples, global_batch, step + 1) > 0, (samples, global_batch, step)
-    places = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
+    start = first + step * global_batch
+    assert min(samples, global_batch, step + 1, start + 1) > 0, (samples, global_batch, step, first)
+    places = np.arange(start, start + global_batch, dtype=np.int64)
     return samples_at(places, seed=seed, sizes=(samples,), weights=(1,))
 
 

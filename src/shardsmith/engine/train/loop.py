@@ -18,6 +18,7 @@ from shardsmith.engine.checkpoint.source import in_memory
 from shardsmith.engine.dataset.batches import batches_of, held_out_of
 from shardsmith.engine.dataset.open import open_data
 from shardsmith.engine.runtime import environment, preemption, process, progress
+from shardsmith.engine.train.checkpoints import Checkpoints
 from shardsmith.engine.train.evaluate import evaluate
 from shardsmith.engine.train.first_steps import CHECKED_STEPS, check_batches
 from shardsmith.engine.train.gather import full_parameters, measured_timeline
@@ -35,8 +36,9 @@ def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> bool:
     """Train as `job` says; every rank of the plan's world calls this in a process of its own.
 
     Writes into `job.run.folder` from rank 0: metrics.jsonl, TensorBoard events, the recorded timeline
-    (timeline.json, trace.json) and the final weights (model.safetensors, model.toml). A SIGTERM to any rank ends
-    all of them after the step they are in; returns whether that came to pass before the last step.
+    (timeline.json, trace.json) and the final weights (model.safetensors, model.toml); all ranks write
+    checkpoints/, from which it resumes. A SIGTERM to any rank ends all of them after the step they are in, with a
+    checkpoint of it; returns whether that came to pass before the last step.
     """
     here = process.start(environment.detect(), timeout_s=job.run.timeout_s)
     try:
@@ -64,20 +66,22 @@ def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> bool:
     """All steps of the run; returns whether it was stopped before the last one."""
     run, setup, rank, folder = job.run, trainer.setup, dist.get_rank(), Path(job.run.folder)
     data = open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
-    batches = batches_of(data.train, seed=job.data.seed, setup=setup)
     held_out = None
     if data.held_out is not None and run.eval_every:
         held_out = held_out_of(data.held_out, seed=job.data.seed, setup=setup, most=run.eval_batches)
-    writer = MetricsWriter(folder, tensorboard=run.tensorboard) if rank == 0 else None
-    done, stop = 0, False
+    checkpoints = Checkpoints(job, trainer, batches_of(data.train, seed=job.data.seed, setup=setup))
+    checkpoints.resume()
+    first, batches = checkpoints.step, checkpoints.batches
+    writer = MetricsWriter(folder, tensorboard=run.tensorboard, first=first) if rank == 0 else None
+    stop = False
     with _progress_bar(run.steps, shown=rank == 0) as report:
-        for step in range(run.steps):
+        for step in range(first, run.steps):
             progress.at_step(step)
             last = step == run.steps - 1
             microbatches = batches.batch(step, trainer.data_index)
-            if step < CHECKED_STEPS:
+            if step - first < CHECKED_STEPS:
                 check_batches(trainer.move(microbatches), batches, trainer.groups, step)
-            rate = learning_rate(job.optimisation, done, run.steps)
+            rate = learning_rate(job.optimisation, trainer.updates, run.steps)
             set_learning_rate(trainer.optimizer, rate)
             with _traced(trainer, folder, notes, on=step == run.timeline_step):
                 start = time.monotonic()
@@ -86,7 +90,6 @@ def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> bool:
             overflow = trainer.scaler.dynamic and math.isfinite(result.loss)
             if result.skipped and not overflow and job.optimisation.nonfinite == "stop":
                 stop_nonfinite(trainer, result, step)
-            done += not result.skipped
             stop = result.stop and not last
             metrics = _metrics(job, step, result, seconds, rate)
             if held_out is not None and not stop and (last or (step + 1) % run.eval_every == 0):
@@ -95,6 +98,7 @@ def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> bool:
             if writer is not None and logged:
                 writer.write(metrics)
             report(metrics)
+            checkpoints.after(step, stop=stop)
             if stop:
                 break
     if writer is not None:

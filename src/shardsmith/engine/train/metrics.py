@@ -36,16 +36,23 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writes `metrics.jsonl` (flushed a line at a time) and, if asked, TensorBoard event files in `folder`."""
+    """Writes `metrics.jsonl` (flushed a line at a time) and, if asked, TensorBoard event files in `folder`.
 
-    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
+    Of an earlier run in `folder`, the steps before `first` stay and later ones go: a run that resumes there
+    computes them again.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool, first: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        kept = _lines_before(folder / "metrics.jsonl", first)
         self._lines: IO[str] = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._lines.writelines(kept)
+        self._lines.flush()
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first or None)
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""
@@ -62,3 +69,11 @@ class MetricsWriter:
         self._lines.close()
         if self._board is not None:
             self._board.close()
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    """The whole lines of an earlier run that belong to steps before `step`."""
+    if step == 0 or not path.exists():
+        return []
+    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+    return [line for line in whole if json.loads(line)["step"] < step]

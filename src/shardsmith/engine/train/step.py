@@ -112,9 +112,12 @@ class Trainer:
         owned = {name: held.parameter for name, held in self.held().items()}
         self.optimizer = make_optimizer(owned, self.weights, optimisation)
         half = setup.workload.dtype == "float16"
+        self.updates = 0
+        """Steps that the optimiser took; those that were skipped are not counted."""
         self.scaler = LossScaler(scale=FIRST_LOSS_SCALE if half else 1.0, dynamic=half)
         self.work = StageWork(self.stages, self.data, self.recorder, pace, seed)
         self.steps_taken = 0
+        """Steps begun, skipped ones included: what names the dropout masks of the next one."""
         self._prepare_pipeline()
         self.stopping = False
         """Set to ask all ranks to stop after the step; see `StepResult.stop`."""
@@ -159,6 +162,11 @@ class Trainer:
         check_replicas(copied, self.groups.kv_copy, "copies of key/value heads")
         tied = {name: compared[name] for name in self._tied()}
         check_replicas(tied, self.groups.tied, "the two copies of the tied embedding")
+
+    def spread(self) -> None:
+        """Bring the rows of `held()` into the weights of all ranks: after an update, and after loading."""
+        for data in self._all_data():
+            data.publish()
 
     def move(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """`microbatches` on this rank's device."""
@@ -339,8 +347,8 @@ class Trainer:
         for data in self._all_data():
             data.hand_over()
         self.optimizer.step()
-        for data in self._all_data():
-            data.publish()
+        self.updates += 1
+        self.spread()
 
 
 def _places(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:

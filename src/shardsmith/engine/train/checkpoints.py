@@ -1,0 +1,190 @@
+"""Saving and resuming a run: what a trainer holds, as a checkpoint, and back into any legal plan."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardsmith.engine.checkpoint import store
+from shardsmith.engine.checkpoint.blocks import Block, read_blocks, write_blocks
+from shardsmith.engine.checkpoint.record import Record, data_faults, model_faults, plain, read_record
+from shardsmith.engine.checkpoint.state import (
+    generator_blocks,
+    missing_part,
+    optimizer_blocks,
+    optimizer_faults,
+    optimizer_record,
+    prepare_optimizer,
+    restore_generators,
+)
+from shardsmith.engine.checkpoint.team import make_team
+from shardsmith.engine.dataset.batches import Batches
+from shardsmith.engine.train.step import Trainer
+from shardsmith.errors import Fault, raise_errors
+from shardsmith.plan.setup import Job
+
+FOLDER = "checkpoints"
+"""Where in the run's folder checkpoints are."""
+
+_WHERE = ("path", "eval_path", "tokenizer")
+"""Fields of Data that say where data are: they may move between two runs."""
+
+_log = logging.getLogger("shardsmith.checkpoint")
+
+
+class Checkpoints:
+    """The checkpoints of one run, of which this process is one rank.
+
+    `step` is the first step to do, `batches` are the data cut so that they go on there. All ranks must make
+    the same calls.
+    """
+
+    def __init__(self, job: Job, trainer: Trainer, batches: Batches) -> None:
+        self.job, self.trainer, self.batches, self.step = job, trainer, batches, 0
+        self.team = make_team(job.run.timeout_s)
+        self.root = Path(job.run.folder) / FOLDER
+
+    def resume(self) -> None:
+        """Load what `job.run.resume` says, if there is anything.
+
+        Raises `Refused` with all that forbids it: nothing complete at the path (F506, F507), another model
+        (F503), other data (F504), no state of this optimiser (F508), later checkpoints in the folder (F509).
+        """
+        found = self.team.agree(self._choose)
+        for warning in found.warnings:
+            self._say(str(warning))
+        if found.folder is not None:
+            self.load(found.folder)
+
+    def load(self, folder: Path) -> None:
+        """Take the state of the run from the checkpoint in `folder`, whatever plan wrote it."""
+        record = self.team.agree(lambda: self._examined(folder))
+        trainer, reset = self.trainer, self.job.run.reset
+        weights = self._weights()
+        read_blocks(folder / store.WEIGHTS, weights, self.team.group)
+        self._load_optimizer(folder, record, weights)
+        if record.dtype == "float16" and trainer.scaler.dynamic:
+            trainer.scaler.scale, trainer.scaler.good_steps = record.loss_scale, record.good_steps
+        trainer.updates, trainer.steps_taken = record.updates, record.step
+        trainer.spread()
+        self.step = record.step
+        self.batches = self.batches.continuing(record.step, 0 if "data" in reset else record.samples)
+        self._say(f"resumed from {folder}: {record.step} steps done under {record.plan or 'one rank'}")
+        trainer.check_replicas()
+
+    def after(self, step: int, *, stop: bool = False) -> None:
+        """`step` is done: save if it is time, if it was the last one, or if the run is about to `stop`."""
+        every, done = self.job.run.save_every, step + 1
+        if stop or (every and (done % every == 0 or done == self.job.run.steps)):
+            self.save(done)
+
+    def save(self, step: int) -> Path:
+        """Write the checkpoint of a run with `step` steps done; returns its folder.
+
+        Returns when it is complete. Raises `Refused` on all ranks: one cannot write (F501) or does not save (R301).
+        """
+        team, final = self.team, store.folder_of(self.root, step)
+        team.meet(f"the checkpoint of step {step}")
+        staging = team.agree(lambda: store.begin(self.root, step))
+        record, weights = self._record(step), self._weights()
+        write_blocks(staging / store.WEIGHTS, weights, team.group)
+        write_blocks(staging / store.OPTIMIZER, self._optimizer(record, weights), team.group)
+        team.agree(lambda: store.commit(staging, final, record))
+        team.agree(lambda: store.prune(self.root, self.job.run.keep))
+        return final
+
+    def _choose(self) -> store.Found:
+        """Which checkpoint to resume from, by what rank 0 sees."""
+        resume = self.job.run.resume
+        if resume == "never":
+            raise_errors(store.later_faults(self.root, 0))
+            return store.Found(folder=None)
+        if resume == "auto":
+            return store.newest(self.root, self._parts())
+        return store.named(Path(resume), self._parts())
+
+    def _examined(self, folder: Path) -> Record:
+        """The record of a checkpoint that this job may resume from."""
+        record, source = read_record(folder), str(folder)
+        faults = model_faults(record.model, self.trainer.setup.model, source)
+        if "optimizer" not in self.job.run.reset:
+            faults += self._optimizer_faults(folder, record)
+        if "data" not in self.job.run.reset and record.data:
+            faults += data_faults(record.data, self._data(), source)
+        raise_errors(faults + store.later_faults(self.root, record.step))
+        return record
+
+    def _optimizer_faults(self, folder: Path, record: Record) -> list[Fault]:
+        if record.optimizer is not None and not store.has_part(folder, store.OPTIMIZER):
+            return [missing_part(str(folder))]
+        return optimizer_faults(record.optimizer, self.trainer.optimisation, str(folder))
+
+    def _load_optimizer(self, folder: Path, record: Record, weights: dict[str, Block]) -> None:
+        trainer, saved = self.trainer, record.optimizer
+        parameters = {name: held.parameter for name, held in trainer.held().items()}
+        if "optimizer" in self.job.run.reset or saved is None:
+            if saved is not None:
+                self._say(f"the optimiser starts without the moments in {folder}, as run.reset says")
+            prepare_optimizer(parameters, trainer.optimizer, None)
+            return
+        now = optimizer_record(parameters, trainer.optimizer, trainer.optimisation)
+        saved = replace(saved, states=tuple(key for key in saved.states if key in now.needs))
+        prepare_optimizer(parameters, trainer.optimizer, saved)
+        blocks = optimizer_blocks(weights, parameters, trainer.optimizer, saved)
+        same = (record.world, record.plan) == (self.team.world, str(trainer.setup.plan))
+        generators = generator_blocks(self.team.rank, trainer.device) if same else {}
+        read_blocks(folder / store.OPTIMIZER, blocks | generators, self.team.group)
+        restore_generators(generators, trainer.device)
+
+    def _weights(self) -> dict[str, Block]:
+        """This rank's rows of every tensor, as the optimiser has them: master weights where there are any."""
+        trainer = self.trainer
+        return {
+            name: Block(
+                shape=trainer.weights[name].shape,
+                offsets=held.offsets,
+                tensor=held.parameter.detach(),
+                owned=trainer.owns(name),
+            )
+            for name, held in trainer.held().items()
+        }
+
+    def _optimizer(self, record: Record, weights: dict[str, Block]) -> dict[str, Block]:
+        trainer = self.trainer
+        parameters = {name: held.parameter for name, held in trainer.held().items()}
+        assert record.optimizer is not None, "a run has an optimiser"
+        moments = optimizer_blocks(weights, parameters, trainer.optimizer, record.optimizer)
+        return moments | generator_blocks(self.team.rank, trainer.device)
+
+    def _record(self, step: int) -> Record:
+        trainer, setup = self.trainer, self.trainer.setup
+        parameters = {name: held.parameter for name, held in trainer.held().items()}
+        return Record(
+            step=step,
+            updates=trainer.updates,
+            samples=self.batches.consumed(step),
+            model=plain(setup.model),
+            data=self._data(),
+            seed=self.job.run.seed,
+            plan=str(setup.plan),
+            world=self.team.world,
+            dtype=setup.workload.dtype,
+            optimizer=optimizer_record(parameters, trainer.optimizer, trainer.optimisation),
+            loss_scale=trainer.scaler.scale,
+            good_steps=trainer.scaler.good_steps,
+        )
+
+    def _data(self) -> dict[str, Any]:
+        """What fixes the order of the samples."""
+        stated = {key: value for key, value in plain(self.job.data).items() if key not in _WHERE}
+        source = self.batches.source
+        return stated | {"samples": source.samples, "seq_len": source.seq_len}
+
+    def _parts(self) -> tuple[str, ...]:
+        return (store.WEIGHTS,) if "optimizer" in self.job.run.reset else (store.WEIGHTS, store.OPTIMIZER)
+
+    def _say(self, text: str) -> None:
+        if self.team.rank == 0:
+            _log.warning(text)

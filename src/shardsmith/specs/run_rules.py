@@ -1,0 +1,34 @@
+"""What the settings of a run contradict, apart from its plan."""
+
+from __future__ import annotations
+
+from shardsmith.errors import Code, Fault
+from shardsmith.specs.job import Run
+
+BELOW_ZERO = Code(
+    code="F510",
+    title="a number of steps or checkpoints below 0",
+    because="they are counts; 0 means never for save_every and all for keep",
+)
+NOTHING_TO_RESET = Code(
+    code="F511",
+    title="reset without resume",
+    because="reset names what is not taken from a checkpoint, and none is read",
+)
+
+
+def run_faults(run: Run, source: str = "job") -> list[Fault]:
+    """What is wrong with `run`."""
+    faults = []
+    for key in ("save_every", "keep"):
+        value = getattr(run, key)
+        if value < 0:
+            faults.append(
+                BELOW_ZERO.fault(f"{key} = {value} is below 0", (source, f"{key} = {value}"), hint=f"{key} = 0")
+            )
+    if run.reset and run.resume == "never":
+        said = ((source, f"reset = {list(run.reset)}"), (source, 'resume = "never"'))
+        faults.append(
+            NOTHING_TO_RESET.fault("reset does nothing where nothing is resumed", *said, hint="leave reset out")
+        )
+    return faults

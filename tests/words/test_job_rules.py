@@ -86,7 +86,7 @@ def test_sound_settings_pass() -> None:
         ({"data": Data(eval_path="b"), "run": Run(eval_every=1)}, "F207"),
         ({"run": Run(eval_every=1)}, "G403"),
         ({"run": Run(steps=0)}, "F206"),
-        ({"run": Run(log_every=0)}, "F206"),
+        ({"run": Run(eval_every=-1)}, "F206"),
         ({"run": Run(steps=5, timeline_step=5)}, "F206"),
         ({"optimisation": Optimisation(lr=0.0)}, "F206"),
         ({"optimisation": Optimisation(warmup_steps=101)}, "F206"),

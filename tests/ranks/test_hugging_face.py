@@ -56,7 +56,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(autouse=True, scope="module")
 def _imports() -> None:
     """Import here what every child would import again."""
-    pytest.importorskip("transformers")
     from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.mistral import modeling_mistral  # noqa: F401

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shardsmith.layout.axes.data import (
     UnitUse,
     data_collectives,
+    shard_index,
     weight_collectives,
 )
 from shardsmith.layout.axes.pipeline import has_tied_copies, pipeline_collectives, tied_collectives
@@ -31,7 +32,7 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
     coord, every = mesh_of(plan).coord(rank), stages(plan, setup.model)
-    passes = batching(plan, setup.workload).microbatches
+    passes, index = batching(plan, setup.workload).microbatches, shard_index(plan, coord)
     found: list[CollectiveCount] = []
     held: dict[str, Held] = {}
     units: list[UnitUse] = []
@@ -45,10 +46,10 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
         if has_tied_copies(setup, every) and TIED in here:
             tied[TIED] = here.pop(TIED)
             tied_uses += stage.embedding + 2 * stage.head
-        found += data_collectives(setup, _shapes(here), passes)
+        found += data_collectives(setup, _shapes(here), passes, index=index)
         units += _units(setup, here)
         held |= here
-    found += data_collectives(setup, _shapes(tied), passes, streams=False)
+    found += data_collectives(setup, _shapes(tied), passes, index=index, streams=False)
     units += [UnitUse(shapes=tuple(shape for _, shape in _shapes(tied)), per_microbatch=tied_uses)] if tied else []
     found += weight_collectives(setup, units, passes)
     found += partial_gradients(setup, [data_shard(h.shard, plan, coord) for h in (*held.values(), *tied.values())])

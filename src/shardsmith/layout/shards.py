@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardsmith.layout.axes.data import States, data_rows, shard_ranks, states
+from shardsmith.layout.axes.data import States, data_rows, shard_index, shard_ranks, states
 from shardsmith.layout.axes.pipeline import has_tied_copies
 from shardsmith.layout.axes.tensor import KEY_VALUE, kv_copies, tensor_shard
 from shardsmith.layout.facts import Shard as Shard
@@ -48,8 +48,7 @@ def shard(weight: Weight, plan: Plan, model: ModelSpec, coord: Coord) -> Shard:
 
 def data_shard(found: Shard, plan: Plan, coord: Coord) -> Shard:
     """The rows of the tensor-local part `found` that the rank at `coord` keeps under ZeRO; at level 0 all of them."""
-    index = coord.shard * plan.context + coord.context if plan.zero else 0
-    first, rows = data_rows(found.shape[0], shard_ranks(plan), index)
+    first, rows = data_rows(found.shape[0], shard_ranks(plan), shard_index(plan, coord))
     return replace(found, offsets=(found.offsets[0] + first, *found.offsets[1:]), shape=(rows, *found.shape[1:]))
 
 

@@ -232,8 +232,11 @@ class DataParallel:
     def publish(self) -> None:
         """After the optimiser: bring the updated rows into the weights of all ranks."""
         for name, shard in self.stored.items():
-            if shard.dtype != self.owned[name].dtype:
-                shard.copy_(self.owned[name].data)
+            owned = self.owned[name]
+            if shard.dtype != owned.dtype:
+                shard.copy_(owned.data)
+            if owned.dtype != self.settings.grad_dtype:
+                owned.grad = None  # a copy in the optimiser's dtype
         if self.settings.level == 3 or self.settings.shard.size == 1:
             return
         for unit in self.units.values():
@@ -279,12 +282,13 @@ class DataParallel:
         for bucket in self.buckets:
             if bucket.waiting:
                 return
-            if not bucket.flushed:
-                bucket.flush()
-                if bucket.copies:
-                    self._in_flight.append(bucket)
-            while len(self._in_flight) > IN_FLIGHT:
-                self._in_flight.popleft().settle()
+            if bucket.flushed:
+                continue
+            if bucket.copies:
+                while len(self._in_flight) >= IN_FLIGHT:
+                    self._in_flight.popleft().settle()
+                self._in_flight.append(bucket)
+            bucket.flush()
 
 
 def _in_dtype(shard: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from math import prod
 
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind
+from shardsmith.plan.mesh import Coord
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
@@ -70,6 +71,11 @@ class States:
 def shard_ranks(plan: Plan) -> int:
     """Over how many ranks ZeRO spreads states: data.shard x context; nobody at level 0."""
     return plan.shard * plan.context if plan.zero else 1
+
+
+def shard_index(plan: Plan, coord: Coord) -> int:
+    """Which of the `shard_ranks` parts the rank at `coord` keeps."""
+    return coord.shard * plan.context + coord.context if plan.zero else 0
 
 
 def streams_gradients(plan: Plan) -> bool:
@@ -135,13 +141,14 @@ def chunk_elements(shapes: Sequence[tuple[int, ...]], shards: int) -> int:
 
 
 def data_collectives(
-    setup: Setup, tensors: Sequence[tuple[str, tuple[int, ...]]], passes: int, *, streams: bool = True
+    setup: Setup, tensors: Sequence[tuple[str, tuple[int, ...]]], passes: int, *, index: int = 0, streams: bool = True
 ) -> list[CollectiveCount]:
     """The gradients of one stage's `tensors` (name, shape before ZeRO), reduced over the data axis in one step.
 
     A reduce-scatter over the shard ranks and an all-reduce over the replicas, bucket by bucket; level 0 shards
     over nobody. Levels 2 and 3 reduce-scatter each of the `passes` microbatches, unless weights are gathered
-    once per step or `streams` is off (a tied embedding waits for both its stages).
+    once per step or `streams` is off (a tied embedding waits for both its stages). `index` is this rank's
+    place among the shard ranks: replicas sum the rows that it keeps.
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
     shards = shard_ranks(plan)
@@ -157,7 +164,7 @@ def data_collectives(
             size = count * shards * chunk * narrow
             found.append(_gradients("reduce_scatter", count, size))
         if replicas > 1:
-            kept = sum(data_rows(shapes[n][0], shards, 0)[1] * prod(shapes[n][1:]) for n in names)
+            kept = sum(data_rows(shapes[n][0], shards, index)[1] * prod(shapes[n][1:]) for n in names)
             found.append(_gradients("all_reduce", 1, kept * narrow))
     return found
 

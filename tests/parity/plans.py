@@ -155,6 +155,18 @@ FEW_MICROBATCHES = (
     row("b01 1f1b 3, m = 2, tied", "pipeline=3,microbatches=2", GPT),
 )
 
+SPLIT_SCHEDULES = tuple(
+    row(
+        f"{name} {pipeline} with {microbatches}{', tied' if tied else ''}",
+        f"pipeline={pipeline},schedule={name},microbatches={microbatches}",
+        TIED if tied else LLAMA,
+        layers=8,
+    )
+    for name, least in (("zb_h1", 1), ("zb_v", 1), ("looped_bfs", 1), ("dualpipe_v", 4))
+    for pipeline, microbatches, tied in ((2, 4, True), (2, 5, False), (3, 7, False), (4, 8, True), (4, 2, False))
+    if microbatches >= (2 * pipeline if least > 1 else 1)
+)
+
 STAGES = (
     row("5 layers on 2 stages", "pipeline=2", layers=5),
     row("5 layers on 3 stages", "pipeline=3", layers=5),
@@ -191,7 +203,7 @@ DETAILS = (
 
 FLOAT32 = (
     row("float32", "data=2,tensor=2,pipeline=2", dtype="float32"),
-    row("float32 sp, tied", "tensor=4,pipeline=2,sequence_parallel=true", GPT, dtype="float32"),
+    row("float32 sp, tied", "tensor=4,pipeline=2,sequence_parallel=true", llama(4, tied=True), dtype="float32"),
     row("float32 interleaved", "data=2,pipeline=2,schedule=interleaved,microbatches=4", dtype="float32"),
 )
 
@@ -211,6 +223,7 @@ TABLE = (
     *PAIRS,
     *TRIPLES,
     *SCHEDULES,
+    *SPLIT_SCHEDULES,
     *FEW_MICROBATCHES,
     *STAGES,
     *BATCHES,

@@ -76,7 +76,7 @@ def test_the_table_has_every_schedule_at_each_shape() -> None:
         assert {p for p, _, _ in found} >= {2, 3, 4}, name
         assert any(m % p == 0 for p, _, m in found if p > 1), name
         assert any(m > p and m % p for p, _, m in found if p > 1), name
-        assert any(m < p for p, _, m in found), name
+        assert any(m < p for p, _, m in found) or name == "dualpipe_v", name  # which needs 2P
     assert {v for _, v, _ in shapes["interleaved"]} >= {2, 3}
 
 

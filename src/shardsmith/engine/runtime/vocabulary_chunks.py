@@ -73,8 +73,7 @@ class _Chunked(torch.autograd.Function):
         grad_full = torch.empty_like(full)
         grad_w = None if deferring else torch.zeros_like(weight)
 
-        def each() -> Iterator[tuple[slice, Tensor]]:
-            rows = _rows(entered(x, ctx.seam, "backward")) if deferring else full
+        def each(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
             for part in _parts(len(labels), ctx.chunk):
                 logits, local, here = _logits(rows[part], weight, labels[part], ctx.head.first)
                 scale = grad * (labels[part] != IGNORED)
@@ -83,7 +82,7 @@ class _Chunked(torch.autograd.Function):
                     found.scatter_add_(1, local[:, None], (-scale * here)[:, None])
                 yield part, found.to(weight.dtype)
 
-        for part, grad_logits in each():
+        for part, grad_logits in each(full):
             torch.matmul(grad_logits, weight, out=grad_full[part])
             if grad_w is not None:
                 grad_w.addmm_(grad_logits.t(), full[part])
@@ -94,7 +93,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _deferred(
-    parameter: nn.Parameter, x: Tensor, seam: Seam, each: Callable[[], Iterator[tuple[slice, Tensor]]]
+    parameter: nn.Parameter, x: Tensor, seam: Seam, each: Callable[[Tensor], Iterator[tuple[slice, Tensor]]]
 ) -> Callable[[], None]:
     """The weight gradient put off by a split backward: it makes the logits a third time instead of keeping them."""
 
@@ -102,7 +101,7 @@ def _deferred(
     def compute() -> None:
         full = _rows(entered(x, seam, "backward"))
         grad = torch.zeros_like(parameter)
-        for part, grad_logits in each():
+        for part, grad_logits in each(full):
             grad.addmm_(grad_logits.t(), full[part])
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():

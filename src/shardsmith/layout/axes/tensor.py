@@ -13,7 +13,7 @@ holds head t // copies, and ranks with the same head sum its gradients, as each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind, Shard
@@ -134,17 +134,20 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
     if stage.embedding:
         found.append(calls("reduce_scatter" if sp else "all_reduce", "embedding_forward", 1))
         found.append(calls("all_gather", "embedding_backward", int(sp)))
+    # A layer recomputed in backward stops ahead of its closing sum, which no saved tensor depends on.
+    again = int(plan.recompute == "full")
     if sp:
         found += [
-            calls("all_gather", "layer_forward", 2 * layers),
-            calls("reduce_scatter", "layer_forward", 2 * layers),
+            calls("all_gather", "layer_forward", (2 + 2 * again) * layers),
+            calls("reduce_scatter", "layer_forward", (2 + again) * layers),
         ]
         found += [
             calls("all_gather", "layer_backward", 4 * layers),
             calls("reduce_scatter", "layer_backward", 2 * layers),
         ]
     else:
-        found += [calls("all_reduce", "layer_forward", 2 * layers), calls("all_reduce", "layer_backward", 2 * layers)]
+        found.append(calls("all_reduce", "layer_forward", (2 + again) * layers))
+        found.append(calls("all_reduce", "layer_backward", 2 * layers))
     if stage.head:
         found.append(calls("all_gather", "head_forward", int(sp)))
         found.append(calls("reduce_scatter" if sp else "all_reduce", "head_backward", 1))
@@ -152,8 +155,11 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
         # Logits are softmaxed in float32 or wider: the largest per token, then sum of exponentials and target logit.
         tokens = batch.microbatch * setup.workload.seq_len
         wide = DTYPE_BYTES[precision(plan, setup.workload).grad]
-        found.append(calls("all_reduce", "loss_max", 1, tokens * wide))
-        found.append(calls("all_reduce", "loss_sums", 1, 2 * tokens * wide))
+        chunks = 1 if plan.loss_chunk is None else -(-tokens // plan.loss_chunk)
+        # By chunks, target logit and sum of exponentials go one after the other.
+        sums = 1 if plan.loss_chunk is None else 2 * chunks
+        found.append(replace(calls("all_reduce", "loss_max", chunks), bytes=batch.microbatches * tokens * wide))
+        found.append(replace(calls("all_reduce", "loss_sums", sums), bytes=batch.microbatches * 2 * tokens * wide))
     return found
 
 

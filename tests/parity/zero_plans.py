@@ -92,9 +92,25 @@ SIZES = (
     row("data ranks are neighbours, zero 3", "data=2,tensor=2,pipeline=2,zero=3,order=data-tensor-pipeline-context"),
 )
 
+ACCUMULATION = (
+    *(
+        row(f"a05 4 sequences of 8 tokens, {line}", line, seq_len=8)
+        for line in (
+            "data=4,zero=1,microbatches=1",
+            "data=4,zero=3,microbatches=1",
+            "data=4,replicate=2,zero=2,microbatches=1",
+            "data=2,zero=2,microbatches=2",
+            "zero=2,microbatches=4",
+        )
+    ),
+    row("a07 pipeline 2, 2 microbatches, zero 1", "data=2,pipeline=2,zero=1,microbatches=2", seq_len=3),
+    row("a08 pipeline 2, 8 microbatches, zero 2", "data=2,pipeline=2,zero=2,microbatches=8", seq_len=3),
+    row("a08 pipeline 2, 8 microbatches, zero 3", "data=2,pipeline=2,zero=3,microbatches=8", seq_len=3),
+)
+
 DTYPES = (
     row("float32, zero 3", "data=2,pipeline=2,zero=3,schedule=interleaved", dtype="float32"),
     row("float32, replicate 2, zero 2, tied", "data=4,replicate=2,zero=2", GPT, dtype="float32"),
 )
 
-ZERO_TABLE: tuple[Row, ...] = (*PIPELINES, *PER_STEP, *HYBRID, *ONE_STAGE, *TIED_ENDS, *SIZES, *DTYPES)
+ZERO_TABLE: tuple[Row, ...] = (*PIPELINES, *PER_STEP, *HYBRID, *ONE_STAGE, *TIED_ENDS, *SIZES, *ACCUMULATION, *DTYPES)

@@ -13,7 +13,9 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     counted = list(gradients)
     if not counted:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(counted)).double().square().sum()
+    # A norm in the gradients' own narrow dtype would be rounded, or overflow where they do not.
+    wide = torch.float64 if counted[0].dtype == torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(counted, 2, dtype=wide)).double().square().sum()
 
 
 def largest_entry(gradients: Iterable[Tensor]) -> Tensor:

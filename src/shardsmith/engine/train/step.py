@@ -239,6 +239,9 @@ class Trainer:
             if plan.zero == 3:
                 stage.gate = Gate(self._units(stage, data), streaming=plan.zero_gather == "per_pass")
         self._drawn.clear()
+        for name, held in self.held().items():
+            planned, found = data_shard(self.shards[name], plan, self.coord), tuple(held.parameter.shape)
+            assert (held.offsets, found) == (planned.offsets, planned.shape), f"{name}: the shard is not as planned"
 
     def _data_settings(self) -> DataSettings:
         plan, kinds = self.setup.plan, precision(self.setup.plan, self.setup.workload)

@@ -65,7 +65,7 @@ def control_collectives(setup: Setup, *, head: bool) -> list[CollectiveCount]:
     """The two all-reduces of a few float64 numbers in a step, whatever the model.
 
     Ranks that hold the `head` count the valid tokens of all data ranks before the loss; in the end all ranks
-    of the world sum their parts of squared gradient norm, loss and tokens. Not listed is what the optimiser's
+    of the world sum their parts of squared gradient norm, loss and tokens, and whether one was asked to stop. Not listed is what the optimiser's
     settings add: one more number to clip by the largest entry.
     """
     wide = DTYPE_BYTES["float64"]
@@ -73,7 +73,7 @@ def control_collectives(setup: Setup, *, head: bool) -> list[CollectiveCount]:
     if head and setup.plan.data > 1:
         found.append(CollectiveCount(axis="data", kind="all_reduce", purpose="token_count", count=1, bytes=wide))
     if setup.plan.world > 1:
-        found.append(CollectiveCount(axis="data", kind="all_reduce", purpose="step_summary", count=1, bytes=3 * wide))
+        found.append(CollectiveCount(axis="data", kind="all_reduce", purpose="step_summary", count=1, bytes=4 * wide))
     return found
 
 

@@ -22,6 +22,8 @@ from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage
+from shardsmith.schedule import orders
+from shardsmith.schedule.ir import Kind
 from shardsmith.specs.model import ModelSpec, Role, Weight, weights
 from shardsmith.units import DTYPE_BYTES, format_bytes
 
@@ -152,6 +154,10 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
         found.append(calls("all_gather", "head_forward", int(sp)))
         found.append(calls("reduce_scatter" if sp else "all_reduce", "head_backward", 1))
         found.append(calls("all_gather", "head_backward", int(sp)))
+        if sp and plan.loss_chunk is not None:
+            # Logits are made again for the input gradient, and once more where the weight gradient waits.
+            apart = _split_backwards(setup, stage)
+            found.append(replace(calls("all_gather", "head_backward", 0), count=apart, bytes=apart * size))
         # Logits are softmaxed in float32 or wider: the largest per token, then sum of exponentials and target logit.
         tokens = batch.microbatch * setup.workload.seq_len
         wide = DTYPE_BYTES[precision(plan, setup.workload).grad]
@@ -161,6 +167,17 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
         found.append(replace(calls("all_reduce", "loss_max", chunks), bytes=batch.microbatches * tokens * wide))
         found.append(replace(calls("all_reduce", "loss_sums", sums), bytes=batch.microbatches * 2 * tokens * wide))
     return found
+
+
+def _split_backwards(setup: Setup, stage: Stage) -> int:
+    """How many microbatches go backward through `stage` in two halves."""
+    order = orders.build(
+        setup.plan.schedule,
+        pipeline=setup.plan.pipeline,
+        microbatches=batching(setup.plan, setup.workload).microbatches,
+        stages_per_rank=setup.plan.stages_per_rank,
+    )
+    return sum(a.kind is Kind.I and a.stage == stage.index for a in order.ranks[stage.rank])
 
 
 def partial_gradients(setup: Setup, shards: Sequence[Shard]) -> list[CollectiveCount]:

@@ -64,9 +64,9 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
 def control_collectives(setup: Setup, *, head: bool) -> list[CollectiveCount]:
     """The two all-reduces of a few float64 numbers in a step, whatever the model.
 
-    Ranks that hold the `head` count the valid tokens of all data ranks before the loss; in the end all ranks
-    of the world sum their parts of squared gradient norm, loss and tokens, and whether one was asked to stop. Not listed is what the optimiser's
-    settings add: one more number to clip by the largest entry.
+    Ranks that hold the `head` count the valid tokens of all data ranks before the loss; in the end all ranks of
+    the world sum their parts of squared gradient norm, loss and tokens, and whether one was asked to stop. Not
+    listed is what the optimiser's settings add: one more number to clip by the largest entry.
     """
     wide = DTYPE_BYTES["float64"]
     found = []

@@ -51,8 +51,7 @@ class Group:
             return None
         self._note("all_reduce", purpose)
         work: dist.Work = dist.all_reduce(x, group=self.handle, async_op=True)
-        self.recorder.launched(self.axis, "all_reduce", purpose, _bytes(x), work)
-        return work
+        return self.recorder.launched(self.axis, "all_reduce", purpose, _bytes(x), work)
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """Join the ranks' `x` [n, ...] along dim 0 -> [n x size, ...]."""
@@ -82,8 +81,7 @@ class Group:
         self._note("all_gather", purpose)
         out = x.new_empty(x.numel() * self.size)
         work: dist.Work = dist.all_gather_single(out, x, group=self.handle, async_op=True)
-        self.recorder.launched(self.axis, "all_gather", purpose, _bytes(out), work)
-        return work, out
+        return self.recorder.launched(self.axis, "all_gather", purpose, _bytes(out), work), out
 
     def reduce_scatter_async(self, x: Tensor, purpose: str) -> tuple[dist.Work | None, Tensor]:
         """Start to sum flat `x` [n x size] over the ranks, keeping this rank's part [n]."""
@@ -92,8 +90,7 @@ class Group:
         self._note("reduce_scatter", purpose)
         out = x.new_empty(x.numel() // self.size)
         work: dist.Work = dist.reduce_scatter_single(out, x, group=self.handle, async_op=True)
-        self.recorder.launched(self.axis, "reduce_scatter", purpose, _bytes(x), work)
-        return work, out
+        return self.recorder.launched(self.axis, "reduce_scatter", purpose, _bytes(x), work), out
 
     @contextmanager
     def _call(self, kind: str, purpose: str, payload: Tensor) -> Iterator[None]:

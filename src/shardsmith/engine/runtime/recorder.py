@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -57,16 +58,25 @@ class Recorder:
             tally.count += 1
             tally.bytes += size
 
-    def launched(self, axis: LaneKind, kind: str, purpose: str, size: int, work: dist.Work) -> None:
-        """Count an asynchronous collective that has just been started as `work`, and time it to its end."""
+    def launched(self, axis: LaneKind, kind: str, purpose: str, size: int, work: dist.Work) -> dist.Work:
+        """Count an asynchronous collective that has just been started as `work`, and time it to its end.
+
+        Returns what to wait on. Some works do not tell when they end (gloo's reduce-scatter): their span ends
+        when they have been waited for.
+        """
         self.count(axis, kind, purpose, size)
-        if self.tracing:
-            start = time.monotonic()
+        if not self.tracing:
+            return work
+        start = time.monotonic()
 
-            def finished(_: object) -> None:
-                self._add(axis, f"{kind} {purpose}", start, size=size)
+        def finished(_: object = None) -> None:
+            self._add(axis, f"{kind} {purpose}", start, size=size)
 
+        try:
             work.get_future().add_done_callback(finished)
+        except RuntimeError:
+            return _Waited(work, finished)
+        return work
 
     @contextmanager
     def communicating(self, axis: LaneKind, kind: str, purpose: str, size: int) -> Iterator[None]:
@@ -103,3 +113,17 @@ class Recorder:
                 bytes=size,
             )
         )
+
+
+class _Waited(dist.Work):
+    """A work that reports its end when it has been waited for."""
+
+    def __init__(self, work: dist.Work, finished: Callable[[], None]) -> None:
+        super().__init__()
+        self.work, self.finished = work, finished
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait as `work` does."""
+        done = self.work.wait(timeout)
+        self.finished()
+        return done

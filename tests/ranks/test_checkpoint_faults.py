@@ -256,7 +256,7 @@ def save_alone(job):
 
 def test_d22_a_save_by_one_rank_alone_names_the_other(tmp_path):
     fault, seconds = run_job(save_alone, job_of(tmp_path, "tensor=2", timeout_s=3.0))[0]
-    assert fault.code == "R301"
+    assert fault.code == "R302"
     assert "the checkpoint of step 1" in fault.message
     assert "Ranks 1 failed" in fault.message
     assert seconds < 6
@@ -274,7 +274,7 @@ def save_different(job):
 
 def test_d22_two_ranks_at_different_steps_are_told(tmp_path):
     for fault in run_job(save_different, job_of(tmp_path, PLAN)):
-        assert fault.code == "R301"
+        assert fault.code == "R302"
         assert [what for _, what in fault.values] == ["the checkpoint of step 1", "the checkpoint of step 2"]
 
 

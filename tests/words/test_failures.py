@@ -143,3 +143,15 @@ def test_under_a_launcher_the_error_itself_says_who_was_absent(tmp_path):
     error = RuntimeError(GLOO)
     explain_here(0, 2, tmp_path, error)
     assert error.__notes__ == ["rank 1 did not join all_reduce number 1 of group data [0, 1]"]
+
+
+def test_every_code_stands_in_one_place() -> None:
+    import re
+    from collections import Counter
+    from pathlib import Path
+
+    import shardsmith
+
+    sources = Path(shardsmith.__file__).parent.rglob("*.py")
+    codes = Counter(code for path in sources for code in re.findall(r'code="([A-Z]\d+)"', path.read_text()))
+    assert [code for code, count in codes.items() if count > 1] == []

@@ -21,7 +21,7 @@ from shardsmith.errors import Code, Refused
 T = TypeVar("T")
 
 NOT_ALL = Code(
-    code="R301",
+    code="R302",
     title="not every rank takes part in a checkpoint",
     because="each rank holds a part of the state, so all of them save together, at the same step",
 )
@@ -37,7 +37,7 @@ class Team:
     group: dist.ProcessGroup | None = None
 
     def meet(self, what: str) -> None:
-        """Return when all ranks are here for `what`. Raises `Refused` (R301) naming who is not, within the timeout."""
+        """Return when all ranks are here for `what`. Raises `Refused` (R302) naming who is not, within the timeout."""
         if self.group is None:
             return
         progress.joining(what, group="checkpoint", ranks=range(self.world))

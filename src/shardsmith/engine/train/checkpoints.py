@@ -83,7 +83,7 @@ class Checkpoints:
     def save(self, step: int) -> Path:
         """Write the checkpoint of a run with `step` steps done; returns its folder.
 
-        Returns when it is complete. Raises `Refused` on all ranks: one cannot write (F501) or does not save (R301).
+        Returns when it is complete. Raises `Refused` on all ranks: one cannot write (F501) or does not save (R302).
         """
         team, final = self.team, store.folder_of(self.root, step)
         team.meet(f"the checkpoint of step {step}")

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardsmith.engine.checkpoint.run_folder import WEIGHTS_FILE
 from shardsmith.engine.dataset.batches import Synthetic, batches_of
 from shardsmith.engine.dataset.open import open_data
 from shardsmith.engine.dataset.prepare import prepare
 from shardsmith.engine.parity.reference import Record, run_reference
 from shardsmith.engine.runtime.forked import run_forked
-from shardsmith.engine.train.loop import WEIGHTS_FILE, train_rank
+from shardsmith.engine.train.loop import train_rank
 from shardsmith.plan.file import dumps, make_setup
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Job

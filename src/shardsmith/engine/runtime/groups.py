@@ -26,7 +26,7 @@ class Groups:
 
 
 def make_groups(mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, int], timeout_s: float) -> Groups:
-    """Build all groups; every rank of the world must call this with the same mesh.
+    """Build all groups; every rank of the world must call this with the same mesh, and returns when all have.
 
     `ends` are the pipeline ranks of the first and the last stage, which share a tied embedding.
     """
@@ -43,7 +43,7 @@ def make_groups(mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, i
 
     pipelines = mesh.groups("pipeline")
     pairs = tuple(tuple(dict.fromkeys(ranks[end] for end in ends)) for ranks in pipelines)
-    return Groups(
+    groups = Groups(
         world=along("data", (tuple(range(mesh.world)),)),
         tensor=along("tensor", mesh.groups("tensor")),
         data=along("data", mesh.groups(*DATA)),
@@ -51,3 +51,6 @@ def make_groups(mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, i
         backward=along("pipeline", pipelines),
         tied=along("pipeline", pairs),
     )
+    if mesh.world > 1:
+        dist.barrier()  # nobody fails, or ends, while others still connect
+    return groups

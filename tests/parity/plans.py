@@ -189,7 +189,7 @@ DETAILS = (
 
 FLOAT32 = (
     row("float32", "data=2,tensor=2,pipeline=2", dtype="float32"),
-    row("float32 sp, tied", "tensor=4,pipeline=2,sequence_parallel=true", GPT, dtype="float32"),
+    row("float32 sp, tied", "tensor=4,pipeline=2,sequence_parallel=true", llama(4, tied=True), dtype="float32"),
     row("float32 interleaved", "data=2,pipeline=2,schedule=interleaved,microbatches=4", dtype="float32"),
 )
 

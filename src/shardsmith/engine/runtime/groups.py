@@ -36,7 +36,7 @@ class Groups:
 def make_groups(
     mesh: Mesh, rank: int, recorder: Recorder, *, ends: tuple[int, int], kv_copies: int, timeout_s: float
 ) -> Groups:
-    """Build all groups; every rank of the world must call this with the same mesh.
+    """Build all groups; every rank of the world must call this with the same mesh, and returns when all have.
 
     `ends` are the pipeline ranks of the first and the last stage, which share a tied embedding; `kv_copies`
     tensor ranks in a row share their key/value heads.
@@ -55,7 +55,7 @@ def make_groups(
     pipelines, tensors = mesh.groups("pipeline"), mesh.groups("tensor")
     copies = [ranks[at : at + kv_copies] for ranks in tensors for at in range(0, len(ranks), kv_copies)]
     pairs = tuple(tuple(dict.fromkeys(ranks[end] for end in ends)) for ranks in pipelines)
-    return Groups(
+    groups = Groups(
         world=along("data", (tuple(range(mesh.world)),)),
         tensor=along("tensor", tensors),
         kv_copy=along("tensor", tuple(copies)),
@@ -67,3 +67,6 @@ def make_groups(
         backward=along("pipeline", pipelines),
         tied=along("pipeline", pairs),
     )
+    if mesh.world > 1:
+        dist.barrier()  # nobody fails, or ends, while others still connect
+    return groups

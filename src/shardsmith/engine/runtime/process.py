@@ -88,6 +88,8 @@ def start(environment: Environment, *, timeout_s: float = 300.0, device: DeviceC
         timeout=timedelta(seconds=timeout_s),
         device_id=chosen if with_gpu else None,
     )
+    # a rank that is done at once must not close connections that others are still opening
+    dist.barrier()
     return Process(environment=environment, device=chosen, backend=backend, timeout_s=timeout_s)
 
 

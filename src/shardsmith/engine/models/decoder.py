@@ -7,15 +7,13 @@ Activations are sequence first, [S, B, D], so that splitting the sequence is spl
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, rotate, rotations
-from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
+from shardsmith.engine.runtime.linear import OPEN, Projection, WeightQueue, leave, linear
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
 from shardsmith.plan.stages import Stage as StageSpec
 from shardsmith.specs.model import ModelSpec
@@ -52,15 +50,14 @@ class Attention(nn.Module):
 
     def forward(self, x_SBD: Tensor, rotation: Rotation | None) -> Tensor:
         """[S, B, D] -> [S, B, D]; queries and keys are rotated by `rotation` where positions are rotary."""
-        enter, exit_ = _sides(self.seam)
-        q, k, v = linear(x_SBD, [self.q, self.k, self.v], enter, self.queue)
+        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
         out = F.scaled_dot_product_attention(q_BHSE, k_BHSE, v_BHSE, is_causal=True, enable_gqa=grouped)
-        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], exit_, self.queue)[0]
+        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue)[0]
 
 
 class MLP(nn.Module):
@@ -76,14 +73,14 @@ class MLP(nn.Module):
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        enter, exit_ = _sides(self.seam)
+        enter = self.seam.entering
         if self.activation == "swiglu":
             gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue)
             inner = F.silu(gate) * up
         else:
             (up,) = linear(x_SBD, [self.up], enter, self.queue)
             inner = F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        return linear(inner, [self.down], exit_, self.queue)[0]
+        return linear(inner, [self.down], self.seam.leaving, self.queue)[0]
 
 
 class Block(nn.Module):
@@ -162,11 +159,6 @@ class Stage(nn.Module):
                 positions_SB = seam.group.part(positions_SB)
             x = x + F.embedding(positions_SB, self.position.weight)
         return x
-
-
-def _sides(seam: Seam) -> tuple[Seam, Seam]:
-    """The entering and the leaving half of a block's seam."""
-    return replace(seam, leave="none"), replace(seam, enter="none")
 
 
 def _norm(spec: ModelSpec) -> nn.Module:

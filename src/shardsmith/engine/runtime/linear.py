@@ -9,7 +9,8 @@ B sequences of the microbatch, I input width, O output width (this rank's).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,16 @@ class Seam:
     enter: Enter = "none"
     leave: Leave = "none"
     place: str = "layer"
+
+    @cached_property
+    def entering(self) -> Seam:
+        """The half before the block."""
+        return replace(self, leave="none")
+
+    @cached_property
+    def leaving(self) -> Seam:
+        """The half behind the block."""
+        return replace(self, enter="none")
 
 
 OPEN = Seam()

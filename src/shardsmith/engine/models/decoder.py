@@ -83,8 +83,7 @@ class Attention(nn.Module):
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        enter, exit_ = _sides(self.seam)
-        q, k, v = linear(x_SBD, [self.q, self.k, self.v], enter, self.queue)
+        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -99,7 +98,7 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(
                 q_BHSE, k_BHSE, v_BHSE, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped
             )
-        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], exit_, self.queue)[0]
+        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue)[0]
 
     def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
         """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
@@ -128,14 +127,14 @@ class MLP(nn.Module):
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        enter, exit_ = _sides(self.seam)
+        enter = self.seam.entering
         if self.activation == "swiglu":
             gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue)
             inner = around.cheap(swiglu, gate, up)
         else:
             (up,) = linear(x_SBD, [self.up], enter, self.queue)
             inner = around.cheap(GELU[self.activation], up)
-        return linear(inner, [self.down], exit_, self.queue)[0]
+        return linear(inner, [self.down], self.seam.leaving, self.queue)[0]
 
 
 class Block(nn.Module):
@@ -269,11 +268,6 @@ class Stage(nn.Module):
 def _first_row(x_SBD: Tensor, seam: Seam) -> int:
     """The place in the sequence of the first row of activations between blocks."""
     return seam.group.index * x_SBD.shape[0] if seam.leave == "scatter" and seam.group is not None else 0
-
-
-def _sides(seam: Seam) -> tuple[Seam, Seam]:
-    """The entering and the leaving half of a block's seam."""
-    return replace(seam, leave="none"), replace(seam, enter="none")
 
 
 def _norm(spec: ModelSpec) -> nn.Module:

@@ -7,8 +7,7 @@ All tensors are split and joined along dim 0: activations are laid out sequence 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -92,11 +91,9 @@ class Group:
         work: dist.Work = dist.reduce_scatter_single(out, x, group=self.handle, async_op=True)
         return self.recorder.launched(self.axis, "reduce_scatter", purpose, _bytes(x), work), out
 
-    @contextmanager
-    def _call(self, kind: str, purpose: str, payload: Tensor) -> Iterator[None]:
+    def _call(self, kind: str, purpose: str, payload: Tensor) -> AbstractContextManager[None]:
         self._note(kind, purpose)
-        with self.recorder.communicating(self.axis, kind, purpose, _bytes(payload)):
-            yield
+        return self.recorder.communicating(self.axis, kind, purpose, _bytes(payload))
 
     def _note(self, kind: str, purpose: str) -> None:
         progress.joining(f"{kind} {purpose}", group=self.axis, ranks=self.ranks)

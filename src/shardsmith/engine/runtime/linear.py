@@ -9,7 +9,7 @@ B sequences of the microbatch, I input width, O output width (this rank's).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -38,6 +38,15 @@ class Seam:
     enter: Enter = "none"
     leave: Leave = "none"
     place: str = "layer"
+    entering: Seam = field(init=False, repr=False, compare=False)
+    """the half before the block"""
+    leaving: Seam = field(init=False, repr=False, compare=False)
+    """the half behind the block"""
+
+    def __post_init__(self) -> None:
+        # Plain attributes, made once: a compiler can read them, and no call pays for making them.
+        object.__setattr__(self, "entering", self if self.leave == "none" else replace(self, leave="none"))
+        object.__setattr__(self, "leaving", self if self.enter == "none" else replace(self, enter="none"))
 
 
 OPEN = Seam()

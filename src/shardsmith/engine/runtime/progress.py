@@ -45,6 +45,7 @@ class _Notes:
     end: int = _STEP_BYTES
     places: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = field(default_factory=dict)
     counts: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    texts: dict[tuple[str, tuple[int, ...], str], bytes] = field(default_factory=dict)
     step: int | None = None
 
 
@@ -88,8 +89,12 @@ def joining(operation: str, *, group: str, ranks: Sequence[int]) -> None:
         return
     key = (group, tuple(ranks))
     number = _notes.counts[key] = _notes.counts.get(key, 0) + 1
-    record = {"group": group, "ranks": key[1], "number": number, "operation": operation[:64]}
-    line = json.dumps(record, separators=(",", ":")).encode()
+    text = _notes.texts.get((*key, operation))
+    if text is None:
+        record = {"group": group, "ranks": key[1], "operation": operation[:64], "number": 0}
+        text = json.dumps(record, separators=(",", ":")).encode().removesuffix(b"0}")
+        _notes.texts[(*key, operation)] = text
+    line = b"%b%d}" % (text, number)
     if key not in _notes.places:
         # room for longer operation names (escaped at worst) and more digits than a run can count
         room = len(line) + 6 * 64 + 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -29,6 +29,9 @@ class Tally:
 
     count: int = 0
     bytes: int = 0
+
+
+_UNTIMED = nullcontext()
 
 
 @dataclass
@@ -78,20 +81,20 @@ class Recorder:
             return _Waited(work, finished)
         return work
 
-    @contextmanager
-    def communicating(self, axis: LaneKind, kind: str, purpose: str, size: int) -> Iterator[None]:
+    def communicating(self, axis: LaneKind, kind: str, purpose: str, size: int) -> AbstractContextManager[None]:
         """Count and time a blocking collective of `size` payload bytes."""
         self.count(axis, kind, purpose, size)
-        with self.waiting(axis, f"{kind} {purpose}", size):
-            yield
+        return self.waiting(axis, f"{kind} {purpose}", size)
+
+    def waiting(self, axis: LaneKind, name: str, size: int) -> AbstractContextManager[None]:
+        """Time, without counting, a wait for `size` bytes that were asked for earlier."""
+        return self._timing(axis, name, size) if self.tracing else _UNTIMED
 
     @contextmanager
-    def waiting(self, axis: LaneKind, name: str, size: int) -> Iterator[None]:
-        """Time, without counting, a wait for `size` bytes that were asked for earlier."""
+    def _timing(self, axis: LaneKind, name: str, size: int) -> Iterator[None]:
         start = time.monotonic()
         yield
-        if self.tracing:
-            self._add(axis, name, start, size=size)
+        self._add(axis, name, start, size=size)
 
     def computed(self, name: str, start: float, *, stage: int, microbatch: int) -> None:
         """Note a compute action that began at `start` and ends now."""

@@ -283,7 +283,7 @@ class Tour:
     timeline: Timeline
 
 
-def demo(out: str | Path = "demo-run", *, steps: int = 200, say: Callable[[str], None] = print) -> Tour:
+def demo(out: str | Path = "demo-run", *, steps: int = 250, say: Callable[[str], None] = print) -> Tour:
     """The whole tour on one machine: prepare real text, train in 3-D on 8 ranks, prove the plan, sample, measure.
 
     The text is Python's own standard library, so nothing is fetched. Fills the folder `out`; `say` is told
@@ -298,14 +298,8 @@ def demo(out: str | Path = "demo-run", *, steps: int = 200, say: Callable[[str],
     setup = make_setup(plan=DEMO_PLAN, model="tiny-llama", seq_len=128, global_batch=16)
     text = folder / "data" / "stdlib"
     say(f"1. preparing text: Python's standard library -> {text}.bin")
-    found = prepare(
-        [sysconfig.get_paths()["stdlib"]],
-        text,
-        tokenizer=f"bpe:{setup.model.vocab}",
-        patterns=("*.py",),
-        limit_mb=4,
-        force=True,
-    )
+    modules = str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
+    found = prepare([modules], text, tokenizer=f"bpe:{setup.model.vocab}", limit_mb=4, force=True)
     job = Job(
         setup=setup,
         data=Data(path=str(text)),

@@ -15,7 +15,7 @@ from shardsmith.design.reports.timeline_picture import timeline_text
 @click.command("demo")
 @verb
 @click.option("--out", default="demo-run", show_default=True, type=click.Path(path_type=Path), help="Folder to fill.")
-@click.option("--steps", default=200, show_default=True, type=click.IntRange(2), help="Training steps.")
+@click.option("--steps", default=250, show_default=True, type=click.IntRange(2), help="Training steps.")
 def command(out: Path, steps: int) -> Answer:
     """Train a small Llama on real text over 8 ranks (tensor 2 x pipeline 2 x data 2) and prove that plan."""
     console = console_for(sys.stderr)

@@ -35,9 +35,6 @@ GPT = LLAMA.with_(
     mlp_bias=True,
     tied=True,
 )
-CONTROL = ("token_count", "step_summary")
-"""Messages of a few numbers that do not depend on the model, left out of the layout's counts."""
-
 Counts = dict[tuple[str, str, str], tuple[int, int]]
 
 
@@ -60,7 +57,7 @@ def _recorded(setup: Setup) -> Counts:
         trainer.recorder.counting = step == 1
         trainer.step(batches.batch(step, trainer.data_index))
     tallies = trainer.recorder.tallies.items()
-    return {(k.axis, k.kind, k.purpose): (t.count, t.bytes) for k, t in tallies if k.purpose not in CONTROL}
+    return {(k.axis, k.kind, k.purpose): (t.count, t.bytes) for k, t in tallies}
 
 
 def predicted(setup: Setup, rank: int) -> Counts:

@@ -13,13 +13,11 @@ from torch import nn
 
 from shardsmith.engine.dataset.batches import Synthetic, batches_of
 from shardsmith.engine.parallel.data import DataParallel, DataSettings
-from shardsmith.engine.runtime.groups import make_groups
+from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.packing import rows_of
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.train.step import TIED, Trainer
 from shardsmith.plan.file import make_setup
-from shardsmith.plan.mesh import mesh_of
-from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Optimisation
 from shardsmith.specs.model import ModelSpec
@@ -50,11 +48,14 @@ def one_weight(level: int, start: float, *, stream: bool, **dtypes: torch.dtype)
     """A weight [3, 1] of `start` on all data ranks, sharded at `level`."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    groups = make_groups(mesh_of(Plan(data=world)), rank, Recorder(rank), ends=(0, 0), timeout_s=60.0)
+    recorder = Recorder(rank)
+    alone = Group(axis="data", ranks=(rank,), index=0, recorder=recorder)
+    handle = dist.group.WORLD if world > 1 else None
+    every = Group(axis="data", ranks=tuple(range(world)), index=rank, recorder=recorder, handle=handle)
     kinds = {"grad_dtype": torch.float32, "reduce_dtype": torch.float32, "optimizer_dtype": torch.float32} | dtypes
     settings = DataSettings(
-        shard=groups.shard if level else groups.alone,
-        replicate=groups.replicate if level else groups.data,
+        shard=every if level else alone,
+        replicate=alone if level else every,
         level=level,
         stream=stream,
         bucket_mb=1.0,

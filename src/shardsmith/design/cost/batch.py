@@ -44,7 +44,6 @@ class Batch:
     microbatch: Array
     microbatches: Array
     fp8: Array
-    block_scaled: Array
     # device
     peak16: Array
     peak8: Array
@@ -87,7 +86,9 @@ class Batch:
     qkv_backward: Array
     loss_bytes: Array
     launches: Array
+    expert_launches: Array
     accumulate_bytes: Array
+    accumulate_in_product_bytes: Array
     reduce_bytes: Array
     gather_bytes: Array
     optimizer_bytes: Array
@@ -95,6 +96,7 @@ class Batch:
     overlap_data: Array
     overlap_shard: Array
     overlap_pipeline: Array
+    overlap_expert: Array
     scatter_gather: Array
     padded_stages: Array
 

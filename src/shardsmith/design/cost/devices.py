@@ -39,7 +39,9 @@ def device_facts(name: str) -> DeviceFacts:
     """The device that `name` or the longest alias at its start means. Raises `Refused` (H201) where none does."""
     wanted = name.strip().lower()
     known = {alias.lower(): d for d in _devices() for alias in (d.name, *d.aliases)}
-    matches = [alias for alias in known if wanted == alias or wanted.startswith((alias + "-", alias + " ", alias + "_"))]
+    matches = [
+        alias for alias in known if wanted == alias or wanted.startswith((alias + "-", alias + " ", alias + "_"))
+    ]
     if not matches:
         names = [alias for d in _devices() for alias in d.aliases]
         raise UNKNOWN_DEVICE.refuse(f"there is no device {name!r}", hint=did_you_mean(name, names))

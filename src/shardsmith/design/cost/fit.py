@@ -46,5 +46,11 @@ def fit(
         return np.concatenate([soft / TYPICAL_ERROR, (point - prior) / width])
 
     lower, upper = (np.log([getattr(start[name], end) for name in free]) for end in ("least", "most"))
-    found = least_squares(residuals, np.clip(prior, lower + 1e-9, upper - 1e-9), bounds=(lower, upper), x_scale=width, max_nfev=evaluations)
+    found = least_squares(
+        residuals,
+        np.clip(prior, lower + 1e-9, upper - 1e-9),
+        bounds=(lower, upper),
+        x_scale=width,
+        max_nfev=evaluations,
+    )
     return fixed | {name: float(value) for name, value in zip(free, np.exp(found.x), strict=True)}

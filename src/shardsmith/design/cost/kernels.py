@@ -13,8 +13,9 @@ Constants = Mapping[str, float]
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "other")
 """Families of devices that share a sustained share of their matmul ceiling."""
-TILE_M, TILE_N = 128.0, 256.0
-"""Output tile of the large matrix kernels; a wave is one tile on every multiprocessor."""
+TILES = ((128.0, 256.0, 1.0), (128.0, 128.0, 0.97))
+"""Output tiles of the large matrix kernels, with their relative rate; a wave is one tile on every multiprocessor.
+The library takes the one that wastes least of the last wave."""
 ATTENTION_RAMP = 512.0
 """Sequence length at which a fused attention kernel reaches half of its rate (FlashAttention-2, 2023, figures)."""
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 13.0, 22.0
@@ -48,8 +49,9 @@ class Layer:
 
 
 def sustained(b: Batch, c: Constants) -> Array:
-    """Share of the measured matmul ceiling that training sustains: the more FLOP/s a watt buys, the more power binds."""
-    return np.array([c[f"gemm_{generation}"] for generation in GENERATIONS])[b.generation.astype(int)]
+    """Share of the measured matmul ceiling that training sustains; power binds more where a watt buys more FLOP/s."""
+    shares: Array = np.array([c[f"gemm_{generation}"] for generation in GENERATIONS])
+    return np.asarray(shares[b.generation.astype(int)], dtype=np.float64)
 
 
 def rate16(b: Batch, c: Constants) -> Array:
@@ -62,30 +64,40 @@ def memory_rate(b: Batch, c: Constants) -> Array:
     return b.memory_bandwidth * c["memory_share"]
 
 
-def gemm(b: Batch, c: Constants, m: Array, n: Array, k: Array, rate: Array, width: Array | float) -> Array:
-    """Seconds of one (m, k) x (k, n) product: rate, ramps for thin shapes, waves of tiles, operand traffic."""
-    waves = np.ceil(m / TILE_M) * np.ceil(n / TILE_N) / b.processors
-    partial = np.clip(np.maximum(1.0, np.ceil(waves)) / waves - 1.0, 0.0, 20.0)
+def gemm(
+    b: Batch, c: Constants, m: Array, n: Array, k: Array, rate: Array, width: Array | float, count: Array | float = 1.0
+) -> Array:
+    """Seconds of `count` (m, k) x (k, n) products in one launch: rate, ramps, waves of tiles, operand traffic."""
+    partial = np.minimum(*(idle(b, m, n, count, tile) for tile in TILES))
     ramp = 1.0 + c["gemm_k_ramp"] / k + c["gemm_mn_ramp"] / np.minimum(m, n)
     traffic = width * (m * k + k * n) + 2.0 * m * n
-    return 2.0 * m * n * k / rate * ramp * (1.0 + c["gemm_wave"] * partial) + c["gemm_traffic"] * traffic / memory_rate(
-        b, c
-    )
+    compute = 2.0 * m * n * k / rate * ramp * (1.0 + c["gemm_wave"] * partial)
+    return count * (compute + c["gemm_traffic"] * traffic / memory_rate(b, c))
+
+
+def idle(b: Batch, m: Array, n: Array, count: Array | float, tile: tuple[float, float, float]) -> Array:
+    """Time that an (m, n) output loses, as a share of the ideal, to the last wave and to a smaller tile."""
+    waves = np.ceil(m / tile[0]) * np.ceil(n / tile[1]) * count / b.processors
+    return np.clip(np.maximum(1.0, np.ceil(waves)) / waves / tile[2] - 1.0, 0.0, 20.0)
+
+
+def product_rate(b: Batch, c: Constants) -> tuple[Array, Array]:
+    """Sustained FLOP/s of a layer's products in the run's precision, and bytes of an operand's element."""
+    fp8 = b.fp8 > 0
+    return np.where(fp8, b.peak8 * b.matmul8 * c["gemm_fp8"], rate16(b, c)), np.where(fp8, 1.0, 2.0)
 
 
 def layer(b: Batch, c: Constants) -> Layer:
-    """Compute of one dense layer and microbatch on one rank."""
-    t, tokens = b.tensor, b.tokens
-    fp8 = b.fp8 > 0
-    rate = np.where(fp8, b.peak8 * b.matmul8 * c["gemm_fp8"], rate16(b, c))
-    width = np.where(fp8, 1.0, 2.0)
+    """Compute of the mean layer and microbatch on one rank; routed experts are counted in `experts`."""
+    t, tokens, dense = b.tensor, b.tokens, 1.0 - b.moe_layers / b.layers
+    rate, width = product_rate(b, c)
     qkv = (b.heads + 2.0 * b.kv_heads) * b.head_dim / t
     out, up = b.heads * b.head_dim / t, b.ffn * (1.0 + b.gated) / t
-    shapes = ((qkv, b.hidden), (b.hidden, out), (up, b.hidden), (b.hidden, b.ffn / t))
+    shapes = ((qkv, b.hidden, 1.0), (b.hidden, out, 1.0), (up, b.hidden, dense), (b.hidden, b.ffn / t, dense))
     forward, backward = np.zeros(len(b)), np.zeros(len(b))
-    for n, k in shapes:
-        forward += gemm(b, c, tokens, n, k, rate, width)
-        backward += gemm(b, c, tokens, k, n, rate, width) + gemm(b, c, n, k, tokens, rate, width)
+    for n, k, share in shapes:
+        forward += share * gemm(b, c, tokens, n, k, rate, width)
+        backward += share * (gemm(b, c, tokens, k, n, rate, width) + gemm(b, c, n, k, tokens, rate, width))
     attention_forward, attention_backward = attention(b, c)
     elementwise_forward, elementwise_backward = elementwise(b, c)
     return Layer(
@@ -95,13 +107,20 @@ def layer(b: Batch, c: Constants) -> Layer:
         attention_backward=attention_backward,
         elementwise_forward=elementwise_forward,
         elementwise_backward=elementwise_backward,
-        accumulate=b.accumulate_bytes * layer_weights(b) / t / memory_rate(b, c),
+        accumulate=accumulation(b, c, layer_weights(b)),
     )
 
 
+def accumulation(b: Batch, c: Constants, weights: Array) -> Array:
+    """Seconds a microbatch to add its gradients of `weights` to the sum; inside a product, most traffic hides."""
+    traffic = b.accumulate_bytes + c["gemm_traffic"] * b.accumulate_in_product_bytes
+    return traffic * weights / b.tensor / memory_rate(b, c)
+
+
 def layer_weights(b: Batch) -> Array:
-    """Parameters of the matrices of one dense layer, all tensor ranks together."""
-    return b.hidden * ((2.0 * b.heads + 2.0 * b.kv_heads) * b.head_dim + b.ffn * (2.0 + b.gated))
+    """Parameters of the mean layer without routed experts, all tensor ranks together."""
+    dense = 1.0 - b.moe_layers / b.layers
+    return b.hidden * ((2.0 * b.heads + 2.0 * b.kv_heads) * b.head_dim + dense * b.ffn * (2.0 + b.gated))
 
 
 def attention(b: Batch, c: Constants) -> tuple[Array, Array]:
@@ -121,7 +140,7 @@ def attention(b: Batch, c: Constants) -> tuple[Array, Array]:
 def elementwise(b: Batch, c: Constants) -> tuple[Array, Array]:
     """Seconds of norms, residuals, activation, rotary and layout copies, from declared bytes an element."""
     wide = b.tokens * b.hidden / np.where(b.sequence_parallel > 0, b.tensor, 1.0)
-    ffn = b.tokens * b.ffn / b.tensor
+    ffn = b.tokens * b.ffn / b.tensor * (1.0 - b.moe_layers / b.layers)
     qkv = b.tokens * (b.heads + 2.0 * b.kv_heads) * b.head_dim / b.tensor
     out = b.tokens * b.heads * b.head_dim / b.tensor
     scale, memory = c["elementwise"] / memory_rate(b, c), memory_rate(b, c)

@@ -42,7 +42,7 @@ class Elementwise:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes held on a device, a parameter of the rank or an element, and how selective recomputation works.
+    """Bytes held on a device, a parameter of the rank or a logit, and whole layers gathered at once at level 3.
 
     `states_sharded` bytes are divided by the shard group, `weights` and `gradients` are not (below level 3).
     """
@@ -50,10 +50,8 @@ class Memory:
     weights: float
     gradients: float
     states_sharded: float
-    norm_inputs: float
     logits: float
     gathered_layers: float
-    weight_gradient: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +66,7 @@ class Target:
     loss_bytes: float
     launches: float
     accumulate_bytes: float
+    accumulate_in_product_bytes: float
     reduce_bytes: float
     gather_bytes: float
     optimizer_bytes: float
@@ -80,6 +79,8 @@ class Target:
     tied: bool
     selective: Literal["attention", "operators"]
     recompute_unstated: float = 0.0
+    expert_launches: float = 120.0
+    overlap_expert: float = 0.0
     recompute_gemm_unstated: float = 0.0
     memory: Memory
 

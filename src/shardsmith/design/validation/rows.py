@@ -148,12 +148,7 @@ def target_of(row: Row) -> Target:
 def case(row: Row) -> dict[str, float]:
     """One row as numbers, a key for every field of Batch. ValueError or Refused says what is wrong with it."""
     target, facts = target_of(row), device_facts(row.get("gpu", ""))
-    return (
-        _model(row)
-        | _device(row, facts)
-        | (layout := _layout(row, target))
-        | _software(row, target, facts, layout)
-    )
+    return _model(row) | _device(row, facts) | (layout := _layout(row, target)) | _software(row, target, facts, layout)
 
 
 def _model(row: Row) -> dict[str, float]:
@@ -187,7 +182,6 @@ def _device(row: Row, d: DeviceFacts) -> dict[str, float]:
         raise ValueError(f"a link without bandwidth: intra {intra:g} GB/s, inter {inter:g} Gb/s")
     return {
         "fp8": float(fp8),
-        "block_scaled": float("mx" in precision),
         "peak16": (_number(row, "gpu_peak_tflops_bf16", d.peak_tflops)) * 1e12,
         "peak8": d.peak8_tflops * 1e12,
         "vector_peak": d.vector_tflops * 1e12,
@@ -291,7 +285,10 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "attention_backward": attention_share(kernel, d.generation),
         "loss_bytes": t.loss_bytes,
         "launches": t.launches,
+        "expert_launches": t.expert_launches,
+        "overlap_expert": t.overlap_expert * shown,
         "accumulate_bytes": t.accumulate_bytes,
+        "accumulate_in_product_bytes": t.accumulate_in_product_bytes,
         "reduce_bytes": t.reduce_bytes,
         "gather_bytes": t.gather_bytes if layout["zero"] else 0.0,
         "optimizer_bytes": t.optimizer_bytes,
@@ -305,11 +302,15 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
     } | {name: getattr(kernels, name) for name in Elementwise.__dataclass_fields__}
 
 
+_FIELDS = list(Batch.__dataclass_fields__)
+_LEVELS = [f"level{i}_{what}" for i in range(2) for what in ("size", "bandwidth", "latency")]
+
+
 def as_batch(cases: Sequence[Mapping[str, float]]) -> Batch:
     """Cases as one struct of arrays; `level<i>_size` and `level<i>_bandwidth` become the leading dim."""
-    columns = {key: np.array([case[key] for case in cases], dtype=float) for key in (cases[0] if cases else EMPTY)}
+    keys = list(cases[0]) if cases else [key for key in _FIELDS if not key.startswith("level_")] + _LEVELS
+    columns = {key: np.array([case[key] for case in cases], dtype=float) for key in keys}
     levels = [int(key[5]) for key in columns if key.startswith("level") and key.endswith("_size")]
-    for what in ("size", "bandwidth"):
+    for what in ("size", "bandwidth", "latency"):
         columns[f"level_{what}"] = np.stack([columns.pop(f"level{i}_{what}") for i in levels])
-    columns["level_latency"] = np.stack([columns.pop(f"level{i}_latency") for i in levels])
     return Batch(**columns)

@@ -35,6 +35,15 @@ def experts(b: Batch, c: Constants) -> Experts:
 
     Experts are cut over tensor ranks as dense layers are; `exchange` is one dispatch or one combine.
     """
+    if not b.moe_layers.any():
+        none = np.zeros(len(b))
+        return Experts(
+            gemm_forward=none,
+            gemm_backward=none,
+            elementwise_forward=none,
+            elementwise_backward=none,
+            exchange=none,
+        )
     routed = b.tokens * b.top_k
     local = np.maximum(b.experts / b.expert, 1e-9)
     each, part = np.maximum(routed / local, 1.0), np.maximum(b.expert_ffn / b.tensor, 1.0)

@@ -38,7 +38,7 @@ class Memory:
     def total(self) -> Array:
         """All items together."""
         parts = (self.weights, self.gradients, self.optimizer, self.gathered)
-        return np.sum([*parts, self.activations, self.logits, self.transient], axis=0)
+        return np.asarray(np.sum([*parts, self.activations, self.logits, self.transient], axis=0), dtype=np.float64)
 
 
 def memory(b: Batch, s: StateBytes, *, last: bool) -> Memory:

@@ -143,9 +143,9 @@ def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Val
 
 
 UNKNOWN_CROSS = Code(
-    code="F401", title="unknown cross-validation", because="what is left out decides what an error says"
+    code="F701", title="unknown cross-validation", because="what is left out decides what an error says"
 )
-NO_SCIPY = Code(code="X204", title="scipy is not installed", because="only fitting needs it; predicting does not")
+NO_SCIPY = Code(code="X211", title="scipy is not installed", because="only fitting needs it; predicting does not")
 NO_TORCH = Code(
     code="X201",
     title="torch is not installed",

@@ -103,7 +103,7 @@ def test_bad_rows_are_named_and_the_rest_is_done(tmp_path: Path) -> None:
     found = api.validate(path)
     assert len(found.predicted) == 1
     reasons = [s.reason for s in found.skipped]
-    assert "H401" in reasons[0]
+    assert "H501" in reasons[0]
     assert "without bandwidth" in reasons[1]
     assert "many" in reasons[2]
     assert "homegrown" in reasons[3]
@@ -116,11 +116,11 @@ def test_an_empty_file_gives_no_rows(tmp_path: Path) -> None:
 
 
 def test_unknown_names_are_refused_with_neighbours() -> None:
-    with pytest.raises(Refused, match="H401"):
+    with pytest.raises(Refused, match="H501"):
         device_facts("A1000")
     with pytest.raises(Refused, match="X301"):
         target_named("megatron")
-    with pytest.raises(Refused, match="F401"):
+    with pytest.raises(Refused, match="F701"):
         api.validate(DATA / "runs.csv", cross="leave-two-out")
 
 

@@ -12,7 +12,7 @@ from shardsmith.errors import Code
 from shardsmith.specs.parse import did_you_mean, parse_table
 
 UNKNOWN_DEVICE = Code(
-    code="H401",
+    code="H501",
     title="unknown device",
     because="peaks, bandwidths and measured shares belong to one device; no other stands in for it",
 )

@@ -118,7 +118,7 @@ def test_an_empty_file_gives_no_rows(tmp_path: Path) -> None:
 def test_unknown_names_are_refused_with_neighbours() -> None:
     with pytest.raises(Refused, match="H501"):
         device_facts("A1000")
-    with pytest.raises(Refused, match="X301"):
+    with pytest.raises(Refused, match="X351"):
         target_named("megatron")
     with pytest.raises(Refused, match="F701"):
         api.validate(DATA / "runs.csv", cross="leave-two-out")

@@ -18,7 +18,7 @@ from shardsmith.specs.parse import did_you_mean, parse_table, read_toml
 Attention = Literal["unfused", "flash1", "flash2", "cudnn"]
 
 UNKNOWN_TARGET = Code(
-    code="X301",
+    code="X351",
     title="unknown target",
     because="a target says how a framework behaves; without one nothing can be said about its kernels or overlap",
 )
@@ -92,7 +92,7 @@ def target_names() -> tuple[str, ...]:
 
 @cache
 def target_named(name: str) -> Target:
-    """The target `name`. Raises `Refused` (X301) for a name that no file has."""
+    """The target `name`. Raises `Refused` (X351) for a name that no file has."""
     if name not in target_names():
         raise UNKNOWN_TARGET.refuse(f"there is no target {name!r}", hint=did_you_mean(name, target_names()))
     data = {"name": name} | read_toml(_folder() / f"{name}.toml")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
     from shardsmith.engine.parity.certificate import Certificate
@@ -128,6 +129,28 @@ def study(
     )
 
 
+def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:
+    """Every measured run of a CSV beside its prediction, with errors, intervals and quality of choice.
+
+    `cross` names how rows are left out of the fit (`leave-one-group-out`, `leave-one-source-out`,
+    `one-scalar-per-source`; these need scipy) or is `none`: the shipped constants.
+    """
+    from shardsmith.design.validation import report
+
+    chosen = next((name for name in report.CROSSES if name == cross), None)
+    if chosen is None:
+        raise UNKNOWN_CROSS.refuse(
+            f"there is no cross-validation {cross!r}", hint="one of " + ", ".join(report.CROSSES)
+        )
+    if chosen != "none" and find_spec("scipy") is None:
+        raise NO_SCIPY.refuse(f"{chosen} fits constants, which needs scipy", hint="pip install 'shardsmith[fit]'")
+    return report.validate(path, cross=chosen, moe=moe)
+
+
+UNKNOWN_CROSS = Code(
+    code="F701", title="unknown cross-validation", because="what is left out decides what an error says"
+)
+NO_SCIPY = Code(code="X211", title="scipy is not installed", because="only fitting needs it; predicting does not")
 NO_TORCH = Code(
     code="X201",
     title="torch is not installed",

@@ -45,7 +45,6 @@ def job_faults(data: Data, optimisation: Optimisation, run: Run, origin: Origin 
     _data(found, data, run)
     _optimisation(found, optimisation, run)
     found.within("run.steps", run.steps >= 1, "1 or more")
-    found.within("run.log_every", run.log_every >= 1, "1 or more")
     found.within("run.eval_every", run.eval_every >= 0, "0 (never) or more")
     found.within("run.eval_batches", run.eval_batches >= 0, "0 (all) or more")
     found.within("run.timeout_s", run.timeout_s > 0, "more than 0")

@@ -94,8 +94,7 @@ def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> bool:
             metrics = _metrics(job, step, result, seconds, rate)
             if held_out is not None and not stop and (last or (step + 1) % run.eval_every == 0):
                 metrics = replace(metrics, eval_loss=evaluate(trainer, held_out).loss)
-            logged = last or stop or metrics.eval_loss is not None or step % run.log_every == 0
-            if writer is not None and logged:
+            if writer is not None:
                 writer.write(metrics)
             report(metrics)
             checkpoints.after(step, stop=stop)

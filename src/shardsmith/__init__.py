@@ -3,7 +3,7 @@
 The verbs of the command line as functions. Importing this imports no torch; verbs that run a model do when called.
 """
 
-from shardsmith.api import check, convert, demo, explain, prepare, study, train, verify
+from shardsmith.api import check, convert, demo, explain, prepare, study, train, validate, verify
 from shardsmith.errors import Fault, Refused
 from shardsmith.plan.file import loads, make_setup, parse_plan_line, read_job, read_setup
 from shardsmith.plan.plan import Plan
@@ -42,5 +42,6 @@ __all__ = [
     "read_setup",
     "study",
     "train",
+    "validate",
     "verify",
 ]

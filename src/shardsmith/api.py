@@ -6,9 +6,9 @@ Nothing at module level imports torch: a verb that runs a model imports the engi
 from __future__ import annotations
 
 import json
-import pkgutil
+import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
     from shardsmith.engine.parity.certificate import Certificate
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 MOST_VERIFIED_RANKS = 16
 MOST_VERIFIED_PARAMETERS = 300_000_000
 """What `verify` runs on one machine without being asked to shrink the plan."""
+
+_CODE = re.compile(r'\bcode="([A-Z]\d+)"')
+"""How a code is registered, in the sources."""
 
 UNKNOWN_CODE = Code(code="F001", title="unknown code", because="every rule has one code, printed in its message")
 
@@ -49,27 +53,30 @@ def check(setup: Setup | str | Path, *, running: bool = False) -> Checked:
 def explain(code: str) -> Code:
     """The rule behind an error or warning code. Raises `Refused` (F001) for a code that no rule has.
 
-    Rules stand next to the code that enforces them, so modules are imported until the code turns up;
-    those of the engine need torch and come last.
+    A rule stands next to the code that enforces it. Its module is found by reading the sources, so that only
+    that one is imported; one of the engine needs torch (X201).
     """
-    wanted, modules = code.upper(), _modules()
-    while wanted not in CODES:
-        module = next(modules, None)
-        if module is None:
-            raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(CODES)))
-        import_module(module)
+    wanted, where = code.upper(), _modules_of_codes()
+    if wanted not in where:
+        raise UNKNOWN_CODE.refuse(f"no rule has the code {code!r}", hint="one of " + ", ".join(sorted(where)))
+    if wanted not in CODES:
+        try:
+            import_module(where[wanted])
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            _require_torch(f"explaining {wanted}")
     return CODES[wanted]
 
 
-def _modules() -> Iterator[str]:
-    """Names of all modules below the roof that can be imported here, those of the engine last."""
+def _modules_of_codes() -> dict[str, str]:
+    """The module in which each code is registered."""
     root = Path(__file__).parent
-    names = [m.name for m in pkgutil.walk_packages([str(root)], "shardsmith.") if not m.ispkg]
-    below = [n for n in names if not n.startswith(("shardsmith.cli", "shardsmith.api"))]
-    engine = [n for n in below if n.startswith("shardsmith.engine")]
-    yield from (n for n in below if n not in engine)
-    if find_spec("torch") is not None:
-        yield from engine
+    found: dict[str, str] = {}
+    for path in sorted(root.rglob("*.py")):
+        name = ".".join(("shardsmith", *path.relative_to(root).with_suffix("").parts))
+        found |= dict.fromkeys(_CODE.findall(path.read_text(encoding="utf-8")), name)
+    return found
 
 
 def prepare(
@@ -128,6 +135,28 @@ def study(
     )
 
 
+def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:
+    """Every measured run of a CSV beside its prediction, with errors, intervals and quality of choice.
+
+    `cross` names how rows are left out of the fit (`leave-one-group-out`, `leave-one-source-out`,
+    `one-scalar-per-source`; these need scipy) or is `none`: the shipped constants.
+    """
+    from shardsmith.design.validation import report
+
+    chosen = next((name for name in report.CROSSES if name == cross), None)
+    if chosen is None:
+        raise UNKNOWN_CROSS.refuse(
+            f"there is no cross-validation {cross!r}", hint="one of " + ", ".join(report.CROSSES)
+        )
+    if chosen != "none" and find_spec("scipy") is None:
+        raise NO_SCIPY.refuse(f"{chosen} fits constants, which needs scipy", hint="pip install 'shardsmith[fit]'")
+    return report.validate(path, cross=chosen, moe=moe)
+
+
+UNKNOWN_CROSS = Code(
+    code="F701", title="unknown cross-validation", because="what is left out decides what an error says"
+)
+NO_SCIPY = Code(code="X211", title="scipy is not installed", because="only fitting needs it; predicting does not")
 NO_TORCH = Code(
     code="X201",
     title="torch is not installed",

@@ -198,7 +198,7 @@ def test_a20_partial_gradients_of_norms_are_summed(run_ranks):
     def summed():
         gain = torch.nn.Parameter(torch.ones(2))
         gain.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]][dist.get_rank()])
-        sum_partial_gradients([gain], tensor_group())
+        sum_partial_gradients([gain.grad], tensor_group(), "partial_gradients")
         return gain.grad.tolist()
 
     assert run_ranks(2, summed) == [[4.0, 6.0]] * 2  # wrong: as they were, or [2, 3]
@@ -266,7 +266,7 @@ def test_a27_row_bias_is_added_once(run_ranks, kind):
         (y,) = linear(x, [row], Seam(group=group, leave=kind))
         y.sum().backward()
         if kind == "scatter":
-            sum_partial_gradients([row.bias], group)
+            sum_partial_gradients([row.bias.grad], group, "partial_gradients")
         return y.flatten().tolist(), row.bias.grad.item()
 
     # with sequence parallelism the loss is the sum of two tokens, and so is the gradient of the bias

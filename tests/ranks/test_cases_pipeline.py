@@ -18,6 +18,7 @@ from shardsmith.engine.models import initialise
 from shardsmith.engine.runtime.failures import RankFailed
 from shardsmith.engine.train.step import Trainer
 from shardsmith.layout.shards import local_shards
+from shardsmith.plan.batch import batching
 from shardsmith.plan.setup import Setup
 
 pytestmark = pytest.mark.ranks
@@ -91,7 +92,7 @@ class Storage(TorchDispatchMode):
 def watched(setup: Setup) -> dict[str, Any]:
     """One step of this rank after a first one: bytes of gradients, live activations, peak of new storage."""
     trainer = Trainer(setup, PLAIN, rank=dist.get_rank(), seed=0, device=torch.device("cpu"))
-    batch = [random_microbatch(i, 8) for i in range(trainer.batching.microbatches)]
+    batch = [random_microbatch(i, 8) for i in range(batching(setup.plan, setup.workload).microbatches)]
     trainer.step(batch)
     perform, live, lefts, alive = trainer.work.perform, [], [], []
 
@@ -107,7 +108,7 @@ def watched(setup: Setup) -> dict[str, Any]:
     with Storage() as storage:
         trainer.step(batch)
     parameters = list(trainer.parameters().values())
-    flats = [bucket.flat for gradients in trainer._all_gradients() for bucket in gradients.buckets]
+    flats = [bucket.flat for data in trainer._all_data() for bucket in data.buckets]
     homes = {flat.untyped_storage().data_ptr() for flat in flats}
     return {
         "gradient bytes": sum(flat.nbytes for flat in flats) / sum(p.nbytes for p in parameters),

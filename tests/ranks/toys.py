@@ -39,7 +39,7 @@ def microbatch(
         samples=tuple(range(len(tokens))),
         tokens=torch.tensor(tokens),
         labels=torch.tensor(labels),
-        positions=torch.arange(first, first + len(tokens[0])),
+        positions=torch.arange(first, first + len(tokens[0]))[None],
     )
 
 
@@ -163,7 +163,7 @@ class ToyTrainer(Trainer):
 
     def grads(self) -> dict[str, list[float]]:
         """Their gradients after the last step."""
-        return {name: p.grad.tolist() for name, p in self.parameters().items()}
+        return {name: gradient.tolist() for name, gradient in self.gradients().items()}
 
 
 def small(

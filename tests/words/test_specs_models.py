@@ -38,6 +38,8 @@ COUNTS = {
     "tiny-gpt": 891_648,
 }
 
+DENSE = [name for name in model_names() if model_named(name).experts is None]
+
 LLAMA31 = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -54,7 +56,7 @@ def codes(refused: pytest.ExceptionInfo[Refused]) -> set[str]:
 
 
 def test_every_preset_has_its_published_count_and_an_origin() -> None:
-    assert {name: parameter_count(model_named(name)) for name in model_names()} == COUNTS
+    assert {name: parameter_count(model_named(name)) for name in DENSE} == COUNTS
     assert all(len(model_origin(name)) > 20 for name in model_names())
     assert all(model_named(name).name == name for name in model_names())
 
@@ -293,7 +295,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*model_names(), *VARIANTS])
+@pytest.mark.parametrize("name", [*DENSE, *VARIANTS])
 def test_models_survive_a_config_and_a_model_file(name: str, tmp_path: Path) -> None:
     spec = model_named("tiny-llama").with_(**VARIANTS[name]) if name in VARIANTS else model_named(name)
     config = json.loads(json.dumps(to_hf_config(spec)))
@@ -312,13 +314,19 @@ def test_a_model_that_no_type_computes_is_not_written_as_another() -> None:
         to_hf_config(model_named("tiny-gpt").with_(kv_heads=4))
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", DENSE)
 def test_every_tensor_has_one_place_in_a_hugging_face_file(name: str) -> None:
     spec = model_named(name)
     found = hf_tensors(spec)
     assert sorted(p.name for t in found for p in t.parts) == sorted(w.name for w in weights(spec))
     assert sum(t.shape[0] * (t.shape[1] if len(t.shape) == 2 else 1) for t in found) == COUNTS[name]
     assert len({t.name for t in found}) == len(found)
+
+
+@pytest.mark.parametrize("name", sorted(set(model_names()) - set(DENSE)))
+def test_a_model_with_experts_is_not_written_as_a_dense_one(name: str) -> None:
+    with pytest.raises(Refused, match=r"(?s)M205.*experts = "):
+        to_hf_config(model_named(name))
 
 
 def test_names_of_gpt2_as_it_was_published() -> None:

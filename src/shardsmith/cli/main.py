@@ -14,6 +14,7 @@ VERBS = {
     "prepare": "Turn text into token files (.bin/.idx).",
     "schedule": "Show a pipeline schedule: grid, bubble, live microbatches, closed form.",
     "train": "Train a model as a job file says.",
+    "validate": "Say how accurate the cost model is on a CSV of measured runs.",
     "verify": "Prove that a plan computes what one process computes.",
 }
 

@@ -47,6 +47,10 @@ SPLIT_SCHEDULES = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are an action of their own."""
 
 
+MODEL_FIELDS = {"experts": "experts", "latent": "latent attention"}
+"""Parts of a model that can be planned but not trained yet."""
+
+
 def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
     """Fields that ask for what is not built: errors before a run, warnings where a plan is only thought about."""
     plan, faults = setup.plan, []
@@ -54,6 +58,11 @@ def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
         if getattr(plan, key) != built:
             hint = f"leave {key} out" if built in (None, ()) else f"{key} = {str(built).lower()}"
             faults.append(NOT_BUILT.fault(f"{what} is not built yet", *setup.said(f"plan.{key}"), hint=hint))
+    for key, what in MODEL_FIELDS.items():
+        if getattr(setup.model, key) is not None:
+            message = f"training a model with {what} is not built yet"
+            said = (setup.origin(f"model.{key}"), f"[model.{key}]")
+            faults.append(NOT_BUILT.fault(message, said, hint="a dense model, such as llama3-8b"))
     faults += compile_faults(setup)
     return faults if running else [replace(fault, severity="warning") for fault in faults]
 

@@ -43,7 +43,7 @@ def shard(weight: Weight, plan: Plan, model: ModelSpec, coord: Coord) -> Shard:
     if weight.role == "q" or weight.role in KEY_VALUE:
         heads, ranks = (model.heads, plan.tensor) if weight.role == "q" else (model.kv_heads, plan.tensor // copies)
         assert heads % ranks == 0, f"{weight.name} would split heads over tensor ranks"
-    return tensor_shard(weight, plan.tensor, coord.tensor, sequence_parallel=plan.sequence_parallel, kv_copies=copies)
+    return tensor_shard(weight, plan.tensor, coord.tensor, plan.sequence_parallel, copies)
 
 
 def data_shard(found: Shard, plan: Plan, coord: Coord) -> Shard:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardsmith.errors import Code, Fault
-from shardsmith.specs.model import ModelSpec
+from shardsmith.specs.model import ModelSpec, Weight, weights
 
 Convention = Literal["causal", "full"]
 Recompute = Literal["none", "selective", "full"]
@@ -50,22 +50,30 @@ class Flops:
 def forward_flops(spec: ModelSpec, *, seq_len: int, convention: Convention = "causal") -> Flops:
     """FLOPs of one token's forward pass in sequences of `seq_len` tokens, averaged over the sequence.
 
-    Projections 2 h d (2 heads + 2 kv_heads), scores 4 S d heads (both products; halved when causal), MLP
-    2 h ffn for each of its two or three matrices, all per layer; head 2 h V. With a window w < S a query has
-    w keys, or on average w (1 - w / 2S) when causal, as the first ones have fewer.
+    Two for each element of the matrices that a token meets (of routed experts the chosen ones), scores 4 S d heads
+    a layer (both products; halved when causal), head 2 h V. With a window w < S a query has w keys, or on
+    average w (1 - w / 2S) when causal, as the first ones have fewer. Under `mlp` stand router and experts, too.
     """
-    width = spec.heads * spec.head_dim
     keys = min(seq_len, spec.window or seq_len)
-    projections = 2 * spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    scores = 4 * keys * width if convention == "full" else 2 * keys * (2 * seq_len - keys) * width // seq_len
-    mlp = 2 * spec.hidden * spec.ffn * (3 if spec.gated else 2)
-    items = {
-        "attention_projections": projections * spec.layers,
-        "attention_scores": scores * spec.layers,
-        "mlp": mlp * spec.layers,
-        "head": 2 * spec.hidden * spec.vocab,
-    }
+    value_dim = spec.latent.value if spec.latent else spec.head_dim
+    # Scores are products of head_dim channels, outputs of value_dim; causal halves both.
+    channels = spec.heads * (spec.head_dim + value_dim)
+    scores = 2 * keys * channels if convention == "full" else keys * (2 * seq_len - keys) * channels // seq_len
+    items = {"attention_projections": 0, "attention_scores": scores * spec.layers, "mlp": 0}
+    for weight in weights(spec):
+        if weight.layer is None or weight.bias or len(weight.shape) == 1:
+            continue
+        part = "attention_projections" if ".attention." in weight.name else "mlp"
+        items[part] += 2 * _met(weight, spec)
+    items["head"] = 2 * spec.hidden * spec.vocab
     return Flops(items=items, convention=convention)
+
+
+def _met(weight: Weight, spec: ModelSpec) -> int:
+    """Elements of a matrix that one token meets: of stacked experts only the chosen ones."""
+    if spec.experts is None or not weight.role.startswith("expert_"):
+        return weight.numel
+    return weight.numel // spec.experts.count * spec.experts.top_k
 
 
 def model_flops(spec: ModelSpec, *, seq_len: int, tokens: int, convention: Convention = "causal") -> Flops:

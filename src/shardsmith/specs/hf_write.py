@@ -18,7 +18,11 @@ NO_TYPE = Code(
 
 Requirements = dict[str, tuple[Any, ...]]
 
+_DENSE: Requirements = {"experts": (None,), "latent": (None,), "mtp_layers": (0,)}
+"""What no type written here has."""
+
 _ROTARY: Requirements = {
+    **_DENSE,
     "norm": ("rmsnorm",),
     "activation": ("swiglu",),
     "positions": ("rope",),
@@ -107,6 +111,7 @@ def _kinds(spec: ModelSpec) -> tuple[Kind, ...]:
             model_type="gpt2",
             architecture="GPT2LMHeadModel",
             needs={
+                **_DENSE,
                 "norm": ("layernorm",),
                 "activation": ("gelu_tanh", "gelu"),
                 "positions": ("learned",),

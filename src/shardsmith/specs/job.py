@@ -83,9 +83,9 @@ class Optimisation:
 class Run:
     """How long and where: `steps` optimiser steps, outputs under `folder`, `seed` of the initial weights.
 
-    What is held out is evaluated every `eval_every` steps and after the last (0: never), on at most
-    `eval_batches` global batches (0: on all of it). `timeout_s` bounds every wait for another rank.
-    `timeline_step` is recorded (-1: none).
+    What is held out is evaluated every `eval_every` steps and after the last (0: never), on at most `eval_batches`
+    global batches (0: on all of it). `timeout_s` bounds every wait for another rank. `timeline_step` is recorded
+    (-1: none).
 
     A checkpoint is saved after every `save_every` steps and the last one (0: never), and the newest `keep` are
     kept (0: all). `resume` from the newest checkpoint in the folder (`auto`), from the one at a path, or `never`.

@@ -360,7 +360,7 @@ def _places(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
     for name in parameters:
         first, *rest = name.split(".")
         ends = {"embedding": "embedding", "position": "embedding", "final_norm": "head", "head": "head"}
-        found.setdefault(rest[0] if first == "layers" else ends[first], []).append(name)
+        found.setdefault(rest[0] if first == "layers" else ends.get(first, first), []).append(name)
     return found
 
 

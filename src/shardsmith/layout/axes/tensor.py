@@ -79,7 +79,7 @@ def kv_copies(plan: Plan, model: ModelSpec) -> int:
     return plan.tensor // model.kv_heads if plan.replicate_kv and plan.tensor > model.kv_heads else 1
 
 
-def tensor_shard(weight: Weight, tensor: int, coord: int, *, sequence_parallel: bool, kv_copies: int = 1) -> Shard:
+def tensor_shard(weight: Weight, tensor: int, coord: int, sequence_parallel: bool, kv_copies: int = 1) -> Shard:
     """The part of `weight` on tensor rank `coord` of `tensor`, of which `kv_copies` share each key/value head.
 
     Rows of the vocabulary go in contiguous chunks of ceil(V / tensor), so the last ranks have fewer, or

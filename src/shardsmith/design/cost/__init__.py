@@ -1,0 +1,1 @@
+"""Step time and memory of workloads on layouts, by closed formulas over arrays."""

@@ -1,0 +1,118 @@
+"""Batch: many workloads on many layouts at once, as plain arrays (a struct of arrays).
+
+One set of formulas serves measured runs and candidate plans: every field holds one number a case, so that
+a million candidates are a handful of array operations. Nothing here knows names of models or frameworks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+"""Float64, one entry a case; link figures have one leading dim, the level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """`n` cases to be costed: model, workload, device, links, layout, and the declared behaviour of the software.
+
+    Flags are 0 or 1 (shares in between where a layer-wise mix is meant). Degrees, sizes and byte counts are
+    plain numbers; rates are FLOP/s and bytes/s, latencies seconds. `*_stride` is the distance, in global
+    ranks, between neighbours along an axis: it decides which links a group crosses.
+    """
+
+    # model
+    layers: Array
+    hidden: Array
+    heads: Array
+    kv_heads: Array
+    head_dim: Array
+    ffn: Array
+    gated: Array
+    vocab: Array
+    tied: Array
+    experts: Array
+    top_k: Array
+    expert_ffn: Array
+    moe_layers: Array
+    # workload
+    seq_len: Array
+    microbatch: Array
+    microbatches: Array
+    fp8: Array
+    # device
+    peak16: Array
+    peak8: Array
+    vector_peak: Array
+    matmul16: Array
+    matmul8: Array
+    memory_bandwidth: Array
+    processors: Array
+    generation: Array
+    # links: (level, n), innermost first; the last level spans everything
+    level_size: Array
+    level_bandwidth: Array
+    level_latency: Array
+    # layout
+    tensor: Array
+    context: Array
+    pipeline: Array
+    stages_per_rank: Array
+    data: Array
+    shard: Array
+    expert: Array
+    sequence_parallel: Array
+    zero: Array
+    tensor_stride: Array
+    context_stride: Array
+    data_stride: Array
+    pipeline_stride: Array
+    recompute_layer: Array
+    recompute_gemm: Array
+    recompute_attention: Array
+    # declared behaviour of the software
+    flash: Array
+    attention_forward: Array
+    attention_backward: Array
+    hidden_forward: Array
+    hidden_backward: Array
+    ffn_forward: Array
+    ffn_backward: Array
+    qkv_forward: Array
+    qkv_backward: Array
+    loss_bytes: Array
+    launches: Array
+    expert_launches: Array
+    accumulate_bytes: Array
+    accumulate_in_product_bytes: Array
+    reduce_bytes: Array
+    gather_bytes: Array
+    optimizer_bytes: Array
+    overlap_tensor: Array
+    overlap_data: Array
+    overlap_shard: Array
+    overlap_pipeline: Array
+    overlap_expert: Array
+    scatter_gather: Array
+    padded_stages: Array
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def select(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Self:
+        """The cases that `which` (a mask or indices) names, in its order."""
+        return type(self)(**{f.name: getattr(self, f.name)[..., which] for f in fields(self)})
+
+    @property
+    def world(self) -> Array:
+        """Ranks of each case."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def tokens(self) -> Array:
+        """Tokens of one microbatch on one rank (sequence parallelism not counted)."""
+        return self.microbatch * self.seq_len / self.context

@@ -1,0 +1,55 @@
+"""Collectives as latency plus bytes over the links that a group crosses, for any number of link levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardsmith.design.cost.batch import Array, Batch
+from shardsmith.design.cost.kernels import Constants
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What a group of ranks gets from the links: bytes/s of each rank one way, seconds of a small message."""
+
+    bandwidth: Array
+    latency: Array
+
+
+def reach(b: Batch, c: Constants, members: Array, stride: Array) -> Reach:
+    """The slowest level that a ring of `members` ranks, `stride` apart, crosses.
+
+    On a level above the first, every member inside one domain of the level below brings its own share of
+    the links outwards: a ring that enters a node with four members leaves it over four network cards.
+    """
+    span = members * stride
+    share = c["link_share"]
+    bandwidth = b.level_bandwidth[0] * share
+    latency = c["latency"] * b.level_latency[0]
+    for level in range(1, len(b.level_size)):
+        below = b.level_size[level - 1]
+        crosses = span > below
+        inside = np.clip(below / stride, 1.0, members)
+        outward = np.minimum(b.level_bandwidth[level] * c["net_share"] * inside, bandwidth)
+        bandwidth = np.where(crosses, outward, bandwidth)
+        latency = np.where(crosses, c["latency"] * b.level_latency[level], latency)
+    return Reach(bandwidth=bandwidth, latency=latency * np.log2(np.maximum(members, 2.0)))
+
+
+def one_way(b: Batch, c: Constants, members: Array, stride: Array, size: Array, calls: Array | float = 1.0) -> Array:
+    """Seconds to gather or reduce-scatter `size` bytes (the whole) among `members` ranks; 0 for one rank."""
+    r = reach(b, c, members, stride)
+    return np.where(members > 1, (members - 1.0) / members * size / r.bandwidth + calls * r.latency, 0.0)
+
+
+def all_reduce(b: Batch, c: Constants, members: Array, stride: Array, size: Array, calls: Array | float = 1.0) -> Array:
+    """Seconds to all-reduce `size` bytes: a reduce-scatter and a gather in one call."""
+    r = reach(b, c, members, stride)
+    return np.where(members > 1, 2.0 * (members - 1.0) / members * size / r.bandwidth + calls * r.latency, 0.0)
+
+
+def exposed(c: Constants, duration: Array, overlap: Array, hidden_under: Array) -> Array:
+    """What is left of `duration` when the share `overlap` of it may run under `hidden_under` seconds of compute."""
+    return duration - np.minimum(overlap * duration, hidden_under)

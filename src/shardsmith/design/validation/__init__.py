@@ -1,0 +1,1 @@
+"""Predictions against measured runs: rows, left-out fits, choice, reports."""

@@ -1,0 +1,136 @@
+"""The cost model: never negative, monotone, honest about rows it cannot score."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardsmith import api
+from shardsmith.design.cost.constants import constants, values
+from shardsmith.design.cost.devices import device_facts
+from shardsmith.design.cost.step import step
+from shardsmith.design.targets import target_named, target_names
+from shardsmith.design.validation.ranking import rankings
+from shardsmith.design.validation.regenerate import DATA
+from shardsmith.design.validation.report import as_json, predicted_gb
+from shardsmith.design.validation.rows import Runs, read_runs
+from shardsmith.errors import Refused
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    return read_runs(DATA / "runs.csv")
+
+
+def test_parts_are_never_negative_and_add_up(runs: Runs) -> None:
+    s = step(runs.batch, values())
+    parts = [s.compute, s.bubble, s.imbalance, s.pipeline, s.data, s.optimizer]
+    assert all((p > -1e-9 * s.total).all() for p in parts)
+    np.testing.assert_allclose(sum(parts), s.total, rtol=1e-12)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_more_bandwidth_is_never_slower(runs: Runs, level: int) -> None:
+    faster = runs.batch.level_bandwidth.copy()
+    faster[level] *= 2.0
+    quick = step(replace(runs.batch, level_bandwidth=faster), values()).total
+    assert (quick <= step(runs.batch, values()).total * (1 + 1e-12)).all()
+
+
+def test_faster_memory_is_never_slower(runs: Runs) -> None:
+    quick = step(replace(runs.batch, memory_bandwidth=runs.batch.memory_bandwidth * 1.5), values()).total
+    assert (quick <= step(runs.batch, values()).total).all()
+
+
+def test_world_of_one_is_pure_compute(runs: Runs) -> None:
+    one = np.ones(len(runs.batch))
+    names = ("tensor", "context", "pipeline", "stages_per_rank", "data", "shard", "expert")
+    alone = replace(runs.batch, **dict.fromkeys(names, one))
+    s = step(alone, values())
+    slow = step(replace(alone, level_bandwidth=alone.level_bandwidth * 1e-6), values())
+    np.testing.assert_array_equal(s.total, slow.total)
+    assert not s.pipeline.any()
+    assert not s.data.any()
+    np.testing.assert_allclose(s.bubble + s.imbalance, 0.0, atol=1e-12)
+
+
+def test_no_constant_is_physically_impossible() -> None:
+    for name, constant in constants().items():
+        assert constant.least <= constant.value <= constant.most, name
+        if name.startswith(("gemm_am", "gemm_ho", "gemm_bl", "memory", "link", "net")):
+            assert constant.value <= 1.0, name
+
+
+def test_shipped_constants_predict_the_shipped_rows(runs: Runs) -> None:
+    found = api.validate(DATA / "runs.csv")
+    assert len(found.skipped) < 0.2 * len(runs.rows)
+    assert found.errors.median < 0.05
+    assert found.errors.group_weighted < 0.07
+    assert 0.75 <= found.held <= 0.92
+    widths = np.log(found.high / found.predicted)
+    assert np.median(widths) <= 0.12
+
+
+def test_the_pick_is_good_where_layouts_were_swept(runs: Runs) -> None:
+    sets = rankings(runs.rows, step(runs.batch, values()).total, runs.seconds)
+    small = next(r for r in sets if r.source == "VTRM" and r.rows == 23)
+    assert small.pair_order >= 0.95
+    assert all(r.regret <= 0.01 for r in sets if r.source == "VTRM")
+    assert all(r.best_in_top3 for r in sets)
+
+
+def test_json_names_every_row_and_reason() -> None:
+    data = as_json(api.validate(DATA / "runs.csv"))
+    seconds, gigabytes = {"predicted_s", "low_s", "high_s", "measured_s"}, {"predicted_gb", "measured_gb"}
+    assert set(data["rows"][0]) == {"id", "group", "error"} | seconds | gigabytes
+    assert all(s["reason"] for s in data["skipped"])
+
+
+def test_bad_rows_are_named_and_the_rest_is_done(tmp_path: Path) -> None:
+    with (DATA / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))[:5]
+    rows[0]["gpu"] = "Z9000"
+    rows[1]["inter_bw_Gbps_per_gpu"] = "0"
+    rows[2]["layers"] = "many"
+    rows[3]["framework"] = "homegrown"
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    found = api.validate(path)
+    assert len(found.predicted) == 1
+    reasons = [s.reason for s in found.skipped]
+    assert "H501" in reasons[0]
+    assert "without bandwidth" in reasons[1]
+    assert "many" in reasons[2]
+    assert "homegrown" in reasons[3]
+
+
+def test_an_empty_file_gives_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text((DATA / "runs.csv").read_text().splitlines()[0] + "\n")
+    assert as_json(api.validate(path))["rows"] == []
+
+
+def test_unknown_names_are_refused_with_neighbours() -> None:
+    with pytest.raises(Refused, match="H501"):
+        device_facts("A1000")
+    with pytest.raises(Refused, match="X351"):
+        target_named("megatron")
+    with pytest.raises(Refused, match="F701"):
+        api.validate(DATA / "runs.csv", cross="leave-two-out")
+
+
+def test_every_target_reads_and_says_where_its_figures_come_from() -> None:
+    assert all(len(target_named(name).origin) > 40 for name in target_names())
+
+
+def test_memory_of_allocator_peaks() -> None:
+    found = read_runs(DATA / "runs.csv", memory=True)
+    known = found.select(np.array([s in ("TTAN", "SIMU") for s in found.sources]))
+    error = predicted_gb(known) / known.memory_gb - 1.0
+    assert np.abs(error).mean() <= 0.03
+    assert error.min() >= -0.045

@@ -50,11 +50,11 @@ def stop_nonfinite(trainer: Trainer, result: StepResult, step: int) -> NoReturn:
 
 
 def _look(trainer: Trainer) -> _Found:
-    parameters = trainer.parameters()
+    parameters, gradients = trainer.parameters(), trainer.gradients()
     return _Found(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         losses=tuple((m, x.item()) for m, x in sorted(trainer.work.loss_sums.items()) if not _finite(x)),
-        gradients=_bad(trainer.gradients().items()),
+        gradients=_bad((name, gradients.get(name)) for name in parameters),
         weights=_bad(parameters.items()),
     )
 

@@ -28,7 +28,7 @@ class Unsplit(Batches):
 def check(plan, fault="", samples=100):
     setup = make_setup(plan=plan, seq_len=8)
     rank, mesh = dist.get_rank(), mesh_of(setup.plan)
-    groups = make_groups(mesh, rank, Recorder(rank), ends=(0, mesh.sizes.pipeline - 1), timeout_s=20)
+    groups = make_groups(mesh, rank, Recorder(rank), ends=(0, mesh.sizes.pipeline - 1), kv_copies=1, timeout_s=20)
     batches = batches_of(Synthetic(seed=0, vocab=50, seq_len=8, samples=samples), seed=0, setup=setup)
     if fault == "unsplit":
         batches = Unsplit(**vars(batches))

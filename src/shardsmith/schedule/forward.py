@@ -10,7 +10,8 @@ from shardsmith.schedule.ir import Kind, Order
 def forward_only(order: Order) -> Order:
     """The forwards of `order`, each rank's in the order in which it has them.
 
-    Forwards need nothing but forwards, so what is left of a legal order can be performed and lowered like it.
+    Forwards need nothing but forwards, so what is left of a legal order can be performed and lowered like it;
+    no pair is left, as a pair holds a backward.
     """
     ranks = tuple(tuple(action for action in actions if action.kind is Kind.F) for actions in order.ranks)
-    return replace(order, name=f"{order.name}, forward only", ranks=ranks)
+    return replace(order, name=f"{order.name}, forward only", ranks=ranks, pairs=frozenset())

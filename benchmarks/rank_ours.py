@@ -41,7 +41,7 @@ def main() -> None:
 
 def _microbatches(inputs: Path, step: int, data_rank: int, data: int) -> list[Microbatch]:
     return [
-        Microbatch(index=index, samples=(), tokens=tokens, labels=labels, positions=torch.arange(tokens.shape[1]))
+        Microbatch(index=index, samples=(), tokens=tokens, labels=labels, positions=torch.arange(tokens.shape[1])[None])
         for index, (tokens, labels) in enumerate(batch(inputs, step, data_rank, data))
     ]
 

@@ -46,7 +46,11 @@ LAYOUTS = (
     Layout(name="data 2 x pipeline 2", data=2, pipeline=2),
     Layout(name="2 x 2 x 2", data=2, tensor=2, pipeline=2),
 )
-OURS, REFERENCE, SYSTEMS = "shardsmith", ("torch", "data 2"), ("torch", "shardsmith", "deepspeed", "megatron")
+OURS, SYSTEMS = "shardsmith", ("torch", "shardsmith", "deepspeed", "megatron")
+Pair = tuple[str, Layout]
+"""A system at a layout."""
+REFERENCE: Pair = ("torch", LAYOUTS[1])
+"""Raw DDP at data 2: what everything is compared with."""
 
 
 def can(system: str, layout: Layout) -> bool:

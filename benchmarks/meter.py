@@ -1,52 +1,54 @@
 """What one rank measures of itself: time, CPU time and loss of each step, and its peak of anonymous memory.
 
-Uses the standard library alone. CPU time is that of all threads of the process, from the kernel's accounting.
+The rank takes turns with others on the machine: before each step it waits, without using the CPU, until the driver
+grants it one step, and after the step it reports. Started by hand, without a driver, it just runs. Uses the
+standard library alone. CPU time is that of all threads of the process, from the kernel's accounting.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
-OUT = "BENCH_OUT"
-"""Environment variable: the folder for one JSON file a rank."""
+TURNS, REPORTS = "BENCH_TURNS", "BENCH_REPORTS"
+"""Environment variables: file descriptors on which a rank reads a byte a turn and writes a line of JSON a report."""
 
 
 class Meter:
-    """Call `step(loss)` after every step and `done()` at the end; the first steps warm up and set the memory mark."""
+    """Make it when all is built, call `step(loss)` after every step and `done()` at the end."""
 
     def __init__(self, warmup: int) -> None:
-        self.warmup = warmup
-        self.seconds: list[float] = []
-        self.cpu: list[float] = []
-        self.losses: list[float | None] = []
-        self._mark()
+        self.warmup, self.steps = warmup, 0
+        self._turns = os.environ.get(TURNS)
+        reports = os.environ.get(REPORTS)
+        self._reports = sys.stdout if reports is None else os.fdopen(int(reports), "w", buffering=1)
+        self._report({"ready": True})
+        self._wait()
 
     def step(self, loss: float | None) -> None:
         """A step has ended; `loss` is what this rank knows of it (None: nothing)."""
-        self.seconds.append(time.perf_counter() - self._time)
-        self.cpu.append(time.process_time() - self._cpu)
-        self.losses.append(loss)
-        if len(self.seconds) == self.warmup:
+        seconds, cpu = time.perf_counter() - self._time, time.process_time() - self._cpu
+        self.steps += 1
+        if self.steps == self.warmup:
             _reset_peak()
-        self._mark()
+        self._report({"seconds": seconds, "cpu": cpu, "loss": loss})
+        self._wait()
 
     def done(self) -> None:
-        """Write this rank's figures."""
-        figures = {
-            "warmup": self.warmup,
-            "seconds": self.seconds,
-            "cpu": self.cpu,
-            "losses": self.losses,
-            "peak_anonymous_mib": _peak_anonymous_mib(),
-        }
-        path = Path(os.environ[OUT]) / f"rank{os.environ['RANK']}.json"
-        path.write_text(json.dumps(figures))
+        """Report the peak of anonymous memory since the end of the warm-up."""
+        self._report({"peak_anonymous_mib": _peak_anonymous_mib()})
 
-    def _mark(self) -> None:
+    def _wait(self) -> None:
+        """Until it is this rank's turn; the driver's end of the pipe is closed after the last step."""
+        if self._turns is not None:
+            os.read(int(self._turns), 1)
         self._time, self._cpu = time.perf_counter(), time.process_time()
+
+    def _report(self, what: dict[str, object]) -> None:
+        self._reports.write(json.dumps(what) + "\n")
 
 
 def _reset_peak() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.runtime import environment, process, progress
 from shardsmith.engine.train.step import Trainer
 
+TIMEOUT_S = 600.0
+
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
@@ -25,11 +28,11 @@ def main() -> None:
     arguments.add_argument("--warmup", type=int, required=True)
     chosen = arguments.parse_args()
     torch.set_num_threads(1)
-    here = process.start(environment.detect(), timeout_s=120.0, device="cpu")
+    here = process.start(environment.detect(), timeout_s=TIMEOUT_S, device="cpu")
     rank = here.environment.rank
-    progress.start_notes(Path(os.environ["BENCH_OUT"]), rank)
+    progress.start_notes(Path(os.environ.get("BENCH_NOTES", tempfile.gettempdir())), rank)
     setup = ours(chosen.plan)
-    trainer = Trainer(setup, OPTIMISATION, rank=rank, seed=SEED, device=here.device, timeout_s=120.0)
+    trainer = Trainer(setup, OPTIMISATION, rank=rank, seed=SEED, device=here.device, timeout_s=TIMEOUT_S)
     meter = Meter(chosen.warmup)
     for step in range(chosen.steps):
         progress.at_step(step)
@@ -41,7 +44,7 @@ def main() -> None:
 
 def _microbatches(inputs: Path, step: int, data_rank: int, data: int) -> list[Microbatch]:
     return [
-        Microbatch(index=index, samples=(), tokens=tokens, labels=labels, positions=torch.arange(tokens.shape[1]))
+        Microbatch(index=index, samples=(), tokens=tokens, labels=labels, positions=torch.arange(tokens.shape[1])[None])
         for index, (tokens, labels) in enumerate(batch(inputs, step, data_rank, data))
     ]
 

@@ -10,17 +10,34 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from contest import REFERENCE, SYSTEMS, Layout
-from launch import Measured
-from workload import GLOBAL_BATCH, MICROBATCH, SHAPE
+from launch import Step
+from workload import GLOBAL_BATCH, MICROBATCH, SHAPE, TOKENS_PER_STEP
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one contestant did in one repeat: `steps` after the warm-up, `losses` of all steps."""
+
+    steps: tuple[Step, ...]
+    losses: tuple[float, ...]
+    anonymous_mib: float
+
+
+class Compared(NamedTuple):
+    """A contestant, and the reference that took turns with it."""
+
+    measured: Measured
+    reference: Measured
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One system at one layout: medians over the repeats; ratios are to the reference in the same repeat.
+    """One system at one layout: medians over all rounds; ratios are to the reference in the same round.
 
     `loss_error` is the largest difference from the reference's loss in any step.
     """
@@ -34,7 +51,7 @@ class Row:
     anonymous_mib: float
     memory_ratio: float
     loss_error: float
-    cpu_s_of_repeats: tuple[float, ...]
+    cpu_ratios: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +66,21 @@ class Figures:
     notes: list[str]
 
 
-def summary(system: str, layout: Layout, runs: Sequence[Measured], reference: Sequence[Measured]) -> Row:
-    """The row of `runs`, one a repeat, beside the reference's."""
-    pairs = list(zip(runs, reference, strict=True))
+def summary(system: str, layout: Layout, found: Sequence[Compared]) -> Row:
+    """The row of all repeats of one system at one layout."""
+    rounds = [both for one in found for both in zip(one.measured.steps, one.reference.steps, strict=True)]
+    losses = [both for one in found for both in zip(one.measured.losses, one.reference.losses, strict=True)]
     return Row(
         system=system,
         layout=layout.name,
         ranks=layout.world,
-        cpu_s_per_step=statistics.median(run.cpu_s_per_step for run in runs),
-        cpu_ratio=statistics.median(run.cpu_s_per_step / other.cpu_s_per_step for run, other in pairs),
-        tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
-        anonymous_mib=statistics.median(run.anonymous_mib for run in runs),
-        memory_ratio=statistics.median(run.anonymous_mib / other.anonymous_mib for run, other in pairs),
-        loss_error=max(abs(a - b) for run, other in pairs for a, b in zip(run.losses, other.losses, strict=True)),
-        cpu_s_of_repeats=tuple(run.cpu_s_per_step for run in runs),
+        cpu_s_per_step=statistics.median(step.cpu_s for step, _ in rounds),
+        cpu_ratio=statistics.median(step.cpu_s / other.cpu_s for step, other in rounds),
+        tokens_per_s=TOKENS_PER_STEP / statistics.median(step.seconds for step, _ in rounds),
+        anonymous_mib=statistics.median(one.measured.anonymous_mib for one in found),
+        memory_ratio=statistics.median(one.measured.anonymous_mib / one.reference.anonymous_mib for one in found),
+        loss_error=max(abs(loss - other) for loss, other in losses),
+        cpu_ratios=tuple(step.cpu_s / other.cpu_s for step, other in rounds),
     )
 
 
@@ -118,8 +136,9 @@ def _markdown(figures: Figures) -> str:
         f"`make bench`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads} "
         f"heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; sequences of "
         f"{SHAPE.seq_len}, {GLOBAL_BATCH} a step in microbatches of {MICROBATCH}; float32, AdamW, gloo, one thread a "
-        f"rank. {figures.repeats} interleaved repeats of {figures.steps} steps, the first {figures.warmup} not "
-        f"counted; medians, and in brackets the ratio to {REFERENCE[0]}'s DDP at {REFERENCE[1]} in the same repeat. "
+        f"rank. {figures.repeats} repeats of {figures.steps} steps, the first {figures.warmup} not counted, in which "
+        f"the systems take turns step by step; medians, and in brackets the ratio to {REFERENCE[0]}'s DDP at "
+        f"{REFERENCE[1].name} in the same round. "
         f"All train from the same weights on the same tokens: their losses differ by at most {worst:.0e}.",
         "CPU-seconds a step, summed over all ranks:",
         table(lambda row: f"{row.cpu_s_per_step:.2f} ({row.cpu_ratio:.2f})"),

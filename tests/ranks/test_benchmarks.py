@@ -36,7 +36,7 @@ def test_torch_and_ours_lose_alike_at_data_2(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_the_gpu_script_trains_on_the_cpu_and_is_empty_without_a_gpu(tmp_path: Path) -> None:
-    tiny = ("--tiny", "--device", "cpu", "--dtype", "float32", "--no-compile", "--steps", "2")
+    tiny = ("--tiny", "--device", "cpu", "--no-compile", "--steps", "2")
     done = run("gpu.py", *tiny, "--json", str(tmp_path / "tiny.json"))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "tiny.json").read_text())

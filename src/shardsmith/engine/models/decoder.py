@@ -255,7 +255,7 @@ class Stage(nn.Module):
 
     def _embed(self, tokens_SB: Tensor, positions_SB: Tensor, noise: Noise | None) -> Tensor:
         table, seam = self.embedding, self.embedding_seam
-        x = leave(look_up(tokens_SB, table.weight, table.first, split=table.split), seam)
+        x = leave(look_up(tokens_SB, table.weight, table.first, split=table.split, shared=table.shared), seam)
         if self.spec.positions == "learned":
             if seam.leave == "scatter" and seam.group is not None:
                 positions_SB = seam.group.part(positions_SB)

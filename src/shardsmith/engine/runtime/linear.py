@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardsmith.engine.runtime import traced
+from shardsmith.engine.runtime.accumulate import add_product
 from shardsmith.engine.runtime.group import Group
 
 Enter = Literal["none", "copy", "gather"]
@@ -199,19 +200,9 @@ def _accumulation(x: Tensor, rows: list[Tensor], parameters: list[nn.Parameter],
     def compute() -> None:
         full = _rows(entered(x, seam, "backward"))
         for grad, parameter in zip(rows, parameters, strict=True):
-            accumulate(parameter, grad, full)
+            add_product(parameter, grad, full)
 
     return compute
-
-
-def accumulate(parameter: nn.Parameter, grad_NO: Tensor, input_NI: Tensor) -> None:
-    """Add grad^T input to `parameter.grad` [O, I] without a temporary, and fire the hooks that autograd would fire."""
-    if parameter.grad is None:
-        parameter.grad = grad_NO.t().matmul(input_NI)
-    else:
-        parameter.grad.addmm_(grad_NO.t(), input_NI)
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        hook(parameter)
 
 
 class _Leave(torch.autograd.Function):

@@ -13,23 +13,51 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardsmith.engine.runtime.accumulate import add_rows
 from shardsmith.engine.runtime.group import Group
 
 IGNORED = -100
 """Label of a token that does not count in the loss."""
 
 
-def look_up(tokens_SB: Tensor, weight_VD: Tensor, first: int, *, split: bool) -> Tensor:
-    """Rows of the full table that this rank holds, zero elsewhere: partial [S, B, D], to be summed over ranks."""
+def look_up(tokens_SB: Tensor, weight_VD: Tensor, first: int, *, split: bool, shared: bool) -> Tensor:
+    """Rows of the full table that this rank holds, zero elsewhere: partial [S, B, D], to be summed over ranks.
+
+    `shared` says that the table has a second use in the same backward pass (see `Projection`).
+    """
     if not split:
-        return F.embedding(tokens_SB, weight_VD)
+        return _rows(tokens_SB, weight_VD, shared)
     rows = weight_VD.shape[0]
     if rows == 0:
         # A rank without rows still takes part in the backward pass of the sum.
         return weight_VD.sum() + weight_VD.new_zeros((*tokens_SB.shape, weight_VD.shape[1]))
     local = tokens_SB - first
     outside = (local < 0) | (local >= rows)
-    return F.embedding(local.masked_fill(outside, 0), weight_VD).masked_fill(outside[..., None], 0.0)
+    return _rows(local.masked_fill(outside, 0), weight_VD, shared).masked_fill(outside[..., None], 0.0)
+
+
+def _rows(index_SB: Tensor, weight_VD: Tensor, shared: bool) -> Tensor:
+    """The table's rows; on a GPU, where adding rows in place would not be deterministic, by torch's own function."""
+    if shared or weight_VD.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.embedding(index_SB, weight_VD)
+    out: Tensor = _Rows.apply(index_SB, weight_VD)
+    return out
+
+
+class _Rows(torch.autograd.Function):
+    """Torch's backward makes a gradient of the whole table for every microbatch; this one touches the rows used."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.weight = weight
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        (index,) = ctx.saved_tensors
+        add_rows(ctx.weight, index.flatten(), grad.flatten(0, -2))
+        return None, None
 
 
 def token_losses(logits_NV: Tensor, labels_N: Tensor, first: int, group: Group | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -121,6 +122,9 @@ class Trainer:
         self._prepare_pipeline()
         self.stopping = False
         """Set to ask all ranks to stop after the step; see `StepResult.stop`."""
+        # Torch's modules and what was built here stay to the end: the collector need not walk them in every step.
+        gc.collect()
+        gc.freeze()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by global name, each once, as the model computes with them."""

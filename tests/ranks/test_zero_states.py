@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import prod
@@ -77,6 +78,9 @@ def states_of_plans(setups: list[Setup]) -> list[States]:
     return [measured(trained(setup)) for setup in setups]
 
 
+FEW_BYTES, SETTLED_S = 2000, 5.0
+"""A worker thread of gloo lets go of the tensors of a finished collective a moment after the wait for it returns."""
+
 LINES = (
     "data=2",
     *(f"data=2,zero={z}" for z in (1, 2, 3)),
@@ -118,7 +122,7 @@ def test_nothing_else_stays_between_steps(run_ranks: Callable[..., list[Any]]) -
     for line, model in (("data=2,zero=2", LLAMA), ("data=2,zero=3", GPT)):
         for others in run_ranks(2, _others, setup_of(line, model)):
             # Step counts of AdamW, rotary frequencies, tokens and losses of the last step.
-            assert 0 < others < 2000, line
+            assert 0 < others < FEW_BYTES, line
 
 
 def _others(setup: Setup) -> int:
@@ -126,8 +130,13 @@ def _others(setup: Setup) -> int:
     gc.collect()
     before = _alive()
     trainer = trained(setup)
-    found = _alive()
-    return sum(size for at, size in found.items() if at not in before) - measured(trainer).total
+    deadline = time.monotonic() + SETTLED_S
+    while True:
+        found = _alive()
+        others = sum(size for at, size in found.items() if at not in before) - measured(trainer).total
+        if others < FEW_BYTES or time.monotonic() > deadline:
+            return others
+        time.sleep(0.05)
 
 
 def _alive() -> dict[int, int]:

@@ -35,9 +35,6 @@ COMPILED_SPLIT = Code(
 PLAN_FIELDS: dict[str, tuple[Any, str]] = {
     "context": (1, "splitting the sequence of attention over ranks"),
     "ulysses": (1, "exchanging heads for sequence in attention"),
-    "expert": (1, "placing experts on different ranks"),
-    "expert_tensor": (1, "splitting experts over ranks"),
-    "capacity_factor": (None, "limiting the tokens of an expert"),
 }
 """Plan fields of which only one value is built: that value, and what any other would be."""
 

@@ -56,8 +56,12 @@ OPEN = Seam()
 
 @dataclass
 class WeightQueue:
-    """Weight gradients put off by a split backward: filled while `deferring`, emptied by the W action."""
+    """Weight gradients put off by a split backward: filled while `deferring`, emptied by the W action.
 
+    `split` says that this will happen, so linears must stay out of compiled graphs, whose backward is one piece.
+    """
+
+    split: bool = False
     deferring: bool = False
     pending: list[Callable[[], None]] = field(default_factory=list)
 
@@ -89,7 +93,12 @@ def linear(x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQu
     itself, which fires the parameters' hooks; a compiled block leaves that to autograd.
     """
     if torch.compiler.is_compiling():
-        return _linear_traced(x, projections, seam)
+        put_off = queue is not None and queue.split
+        return _linear_untraced(x, projections, seam, queue) if put_off else _linear_traced(x, projections, seam)
+    return _linear(x, projections, seam, queue)
+
+
+def _linear(x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQueue | None) -> list[Tensor]:
     weights = [p.weight for p in projections]
     biases = [p.bias for p in projections]
     holders = projections
@@ -99,6 +108,10 @@ def linear(x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQu
     (partial,) = _Linear.apply(x, seam, queue, holders, 1, weights[0], None)
     out = leave(partial, seam)
     return [out if biases[0] is None else out + biases[0]]
+
+
+_linear_untraced = torch.compiler.disable(_linear, reason="its weight gradients are put off")
+"""`_linear` from within a compiled block, whose graph ends before it and begins anew behind it."""
 
 
 def _linear_traced(x: Tensor, projections: list[Projection], seam: Seam) -> list[Tensor]:

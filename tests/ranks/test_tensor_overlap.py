@@ -105,7 +105,9 @@ def shortest_steps(setups: list[Setup]) -> list[float]:
     slow_down(Group)
     found = []
     for setup in setups:
-        trainer = Trainer(setup, Optimisation(optimizer="sgd"), rank=dist.get_rank(), seed=0, device=torch.device("cpu"))
+        trainer = Trainer(
+            setup, Optimisation(optimizer="sgd"), rank=dist.get_rank(), seed=0, device=torch.device("cpu")
+        )
         batch = batches_of(Synthetic(seed=0, vocab=MODEL.vocab, seq_len=SEQ_LEN), seed=0, setup=setup).batch(0, 0)
         times = []
         for _ in range(ATTEMPTS):

@@ -73,8 +73,12 @@ OPEN = Seam()
 
 @dataclass
 class WeightQueue:
-    """Weight gradients put off by a split backward: filled while `deferring`, emptied by the W action."""
+    """Weight gradients put off by a split backward: filled while `deferring`, emptied by the W action.
 
+    `split` says that this will happen, so linears must stay out of compiled graphs, whose backward is one piece.
+    """
+
+    split: bool = False
     deferring: bool = False
     pending: list[Callable[[], None]] = field(default_factory=list)
 
@@ -113,7 +117,14 @@ def linear(
     are only started, and what leaves must pass through `arrive`.
     """
     if torch.compiler.is_compiling():
-        return _linear_traced(x, projections, seam)
+        put_off = queue is not None and queue.split
+        return _linear_untraced(x, projections, seam, queue) if put_off else _linear_traced(x, projections, seam)
+    return _linear(x, projections, seam, queue, turns)
+
+
+def _linear(
+    x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQueue | None, turns: Turns | None = None
+) -> list[Tensor]:
     weights = [p.weight for p in projections]
     biases = [p.bias for p in projections]
     if seam.leave == "none":
@@ -141,6 +152,10 @@ def arrive(x: Tensor, seam: Seam, turns: Turns | None) -> Tensor:
     if turns is None or seam.group is None:
         return x
     return turns.arrive(x, seam.group, f"{seam.place}_backward", keep=_KEPT[seam.leave])
+
+
+_linear_untraced = torch.compiler.disable(_linear, reason="its weight gradients are put off")
+"""`_linear` from within a compiled block, whose graph ends before it and begins anew behind it."""
 
 
 def _linear_traced(x: Tensor, projections: list[Projection], seam: Seam) -> list[Tensor]:

@@ -212,9 +212,6 @@ class Trainer:
             module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap
         )
         module.recompute, module.loss_chunk = plan.recompute, plan.loss_chunk
-        if plan.compile:
-            for block in module.blocks():
-                block.compile(fullgraph=True, dynamic=False, backend=self.compile_backend)
         self.weights.update({w.name: w for w in weights})
         self.shards.update(shards)
         return module
@@ -283,6 +280,10 @@ class Trainer:
             microbatches=batching(plan, self.setup.workload).microbatches,
             stages_per_rank=plan.stages_per_rank,
         )
+        if plan.compile:
+            split = any(action.kind is Kind.W for actions in order.ranks for action in actions)
+            for stage in self.stages.values():
+                stage.compile_blocks(self.compile_backend, split=split)
         self.interpreter, self.wire = self._program(order)
         self.forward_interpreter, self.forward_wire = self._program(forward_only(order))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.simulator.simulation import Simulation
     from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
@@ -133,6 +134,27 @@ def study(
         stages_per_rank=stages_per_rank,
         times=times,
     )
+
+
+def simulate(
+    setup: Setup,
+    *,
+    slow: Mapping[int, float] | None = None,
+    times: str | None = None,
+    target: str | None = None,
+    record: bool = True,
+) -> Simulation:
+    """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
+
+    `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
+    and rank) stands in for the cost model, `target` names the software whose behaviour it prices. Without `record`
+    the timeline is left out. Raises `Refused`; see `shardsmith.design.simulator.simulation`.
+    """
+    from shardsmith.design.simulator.simulation import simulate_plan
+    from shardsmith.schedule.study import parse_times
+
+    lengths = None if times is None else parse_times(times, "--times")
+    return simulate_plan(setup, slow=slow, times=lengths, target=target, record=record)
 
 
 def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardsmith.design.cost.constants import values
 from shardsmith.design.cost.interval import interval
-from shardsmith.design.cost.plans import DEFAULT_TARGET, batch_of
+from shardsmith.design.cost.layouts import batch_of, layouts_of
+from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject, subject_of
 from shardsmith.design.simulator.lengths import StageLengths, StepLengths
 from shardsmith.design.simulator.plan_lengths import plan_lengths
 from shardsmith.design.simulator.simulate import Gather, Simulated, simulate
-from shardsmith.design.targets import target_named
 from shardsmith.errors import Code, Fault, raise_errors
 from shardsmith.layout.axes.data import streams_gradients
 from shardsmith.layout.check import MEMORY, examine
 from shardsmith.plan.batch import batching
 from shardsmith.plan.mesh import Coord, mesh_of
+from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stages_per_rank
 from shardsmith.schedule import orders
@@ -110,7 +110,7 @@ def simulate_plan(
     every layer, other replicas in the reduction; of several affected replicas the one that ends last is shown (exact
     unless level 3 gathers in each pass, where it is a lower bound). On a cluster without figures (`local`) and without
     `times`, F = I = W = 1 s. Without `record` the timeline stays empty. Raises `Refused` for a plan that breaks a rule
-    (states too large for the device are only warned of), S402, S403, H501, H502.
+    (states too large for the device are only warned of), S402, S403, H502, H503, X351.
     """
     setup, found = settled(setup), examine(setup).faults
     raise_errors([f for f in found if f.code != MEMORY.code])
@@ -119,7 +119,8 @@ def simulate_plan(
     if times is not None and target is not None:
         raise TIMES_AND_TARGET.refuse("either lengths or a target", ("--times", "given"), ("--target", target))
     order = _order(setup, batching(setup.plan, setup.workload).microbatches)
-    lengths, origin = _lengths(setup, order, times, target)
+    priced = subject_of(setup, target or DEFAULT_TARGET) if times is None and _says_something(setup) else None
+    lengths, origin = _given(setup, order, times) if priced is None else _by_cost(priced, setup)
     gather, each = _gather(setup), streams_gradients(setup.plan)
 
     def run(order: Order, slow: Mapping[int, float], record: bool = False) -> Simulated:
@@ -128,7 +129,7 @@ def simulate_plan(
     replicas = [({}, _ranks(setup, 0))] if not slow else _replicas(setup, slow)
     slowed, ranks = max(replicas, key=lambda r: run(order, r[0]).seconds) if len(replicas) > 1 else replicas[0]
     shown = run(order, slowed, record)
-    low, high = (None, None) if times or not _priced(setup) else _interval(setup, target, shown.seconds)
+    low, high = (None, None) if priced is None else _interval(priced, setup, shown.seconds)
     steady = shown.seconds
     if order.asynchronous:
         steady = run(_order(setup, 2 * order.microbatches), slowed).seconds - shown.seconds
@@ -187,24 +188,22 @@ def _order(setup: Setup, microbatches: int) -> Order:
     return orders.build(plan.schedule, pipeline=plan.pipeline, microbatches=microbatches, stages_per_rank=per_rank)
 
 
-def _lengths(setup: Setup, order: Order, times: Times | None, target: str | None) -> tuple[StepLengths, str]:
-    """Lengths, and words for where they come from."""
-    if times is None and _priced(setup):
-        found = plan_lengths(setup, target_named(target or DEFAULT_TARGET))
-        return found, f"lengths by the cost model, {target or DEFAULT_TARGET} on {setup.cluster.name}"
-    if times is None:
-        why = f"{setup.cluster.name} has no measured peak: "
-        times = Times()
-    else:
-        why = "lengths given: "
-    share = order.stages / order.pipeline
+def _by_cost(s: Subject, setup: Setup) -> tuple[StepLengths, str]:
+    """Lengths by the cost model, and words for where they come from."""
+    return plan_lengths(s, setup), f"lengths by the cost model, {s.target.name} on {s.cluster.name}"
+
+
+def _given(setup: Setup, order: Order, times: Times | None) -> tuple[StepLengths, str]:
+    """Equal stages with free communication, and words for where their lengths come from."""
+    why = "lengths given: " if times else f"{setup.cluster.name} has no measured peak: "
+    times, share = times or Times(), order.stages / order.pipeline
     forward, input_grad, weight_grad = (float(t) / share for t in (times.F, times.I, times.W))
     one = StageLengths(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
     words = ", ".join(f"{k} = {float(getattr(times, k)):g} s" for k in "FIW")
     return StepLengths(stages=(one,) * order.stages), why + words + " a microbatch and rank, free communication"
 
 
-def _priced(setup: Setup) -> bool:
+def _says_something(setup: Setup) -> bool:
     """Whether the cluster has figures at all: `local` says nothing about its device until it is measured."""
     return bool(setup.cluster.device.peak_tflops)
 
@@ -213,9 +212,9 @@ def _gather(setup: Setup) -> Gather:
     return "never" if setup.plan.zero < 3 else setup.plan.zero_gather
 
 
-def _interval(setup: Setup, target: str | None, seconds: float) -> tuple[float, float]:
-    batch, c = batch_of(setup, target_named(target or DEFAULT_TARGET)), values()
-    low, high = interval(batch, c, batch.layers * 0.0 + seconds)
+def _interval(s: Subject, setup: Setup, seconds: float) -> tuple[float, float]:
+    batch = batch_of(s, layouts_of([setup.plan], setup.workload), precision(setup.plan, setup.workload))
+    low, high = interval(batch, s.constants, batch.tensor * 0.0 + seconds)
     return float(low[0]), float(high[0])
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.serving.demand import ServingDtype
+    from shardsmith.design.serving.search import ServingResult
     from shardsmith.design.simulator.simulation import Simulation
     from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from shardsmith.plan.setup import Job, Setup
     from shardsmith.schedule.ir import Kind
     from shardsmith.schedule.study import Study
+    from shardsmith.specs.cluster import ClusterSpec
+    from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
 MOST_VERIFIED_RANKS = 16
@@ -155,6 +159,42 @@ def simulate(
 
     lengths = None if times is None else parse_times(times, "--times")
     return simulate_plan(setup, slow=slow, times=lengths, target=target, record=record)
+
+
+def serve(
+    model: ModelSpec | str,
+    cluster: ClusterSpec | str,
+    *,
+    context: int,
+    concurrency: int,
+    nodes: int | None = None,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    dtype: ServingDtype = "bfloat16",
+    cache_dtype: ServingDtype = "bfloat16",
+    top: int = 5,
+) -> ServingResult:
+    """Inference layouts: data, tensor, pipeline and expert degrees for `concurrency` requests of `context` tokens.
+
+    Counts weights and key/value cache, and says the time to the first token and between tokens by roofline; best
+    first among the layouts that hold the requests and meet the targets. Raises `Refused` (I101 to I103, I201, I202).
+    """
+    from shardsmith.design.serving.demand import Demand
+    from shardsmith.design.serving.search import search_serving
+    from shardsmith.specs.library import cluster_named, model_named
+
+    spec = cluster_named(cluster, nodes) if isinstance(cluster, str) else cluster
+    demand = Demand(
+        model=model_named(model) if isinstance(model, str) else model,
+        cluster=spec if nodes is None else spec.with_nodes(nodes),
+        context=context,
+        concurrency=concurrency,
+        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    return search_serving(demand, top=top)
 
 
 def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from shardsmith.design.cost.batch import Array, Batch
+from shardsmith.design.cost.batch import Array
 from shardsmith.design.cost.kernels import Constants
+
+
+class Links(Protocol):
+    """Link levels, innermost first, in a leading dim: what a Batch has, and any other set of layouts."""
+
+    @property
+    def level_size(self) -> Array:
+        """Devices inside one domain."""
+
+    @property
+    def level_bandwidth(self) -> Array:
+        """Nominal bytes/s of a device, one way."""
+
+    @property
+    def level_latency(self) -> Array:
+        """Seconds a hop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +54,7 @@ class Group:
         return np.clip(domain / self.stride, 1.0, self.members) * np.clip(domain / self.more_stride, 1.0, self.more)
 
 
-def reach(b: Batch, c: Constants, group: Group) -> Reach:
+def reach(b: Links, c: Constants, group: Group) -> Reach:
     """The slowest level that a ring of the group's ranks crosses.
 
     On a level above the first, every member inside one domain of the level below brings its own share of
@@ -55,13 +72,13 @@ def reach(b: Batch, c: Constants, group: Group) -> Reach:
     return Reach(bandwidth=bandwidth, latency=latency * np.log2(np.maximum(size, 2.0)))
 
 
-def one_way(b: Batch, c: Constants, group: Group, size: Array, calls: Array | float = 1.0) -> Array:
+def one_way(b: Links, c: Constants, group: Group, size: Array, calls: Array | float = 1.0) -> Array:
     """Seconds to gather or reduce-scatter `size` bytes (the whole) among the group's ranks; 0 for one rank."""
     r, members = reach(b, c, group), group.size
     return np.where(members > 1, (members - 1.0) / members * size / r.bandwidth + calls * r.latency, 0.0)
 
 
-def all_reduce(b: Batch, c: Constants, group: Group, size: Array, calls: Array | float = 1.0) -> Array:
+def all_reduce(b: Links, c: Constants, group: Group, size: Array, calls: Array | float = 1.0) -> Array:
     """Seconds to all-reduce `size` bytes: a reduce-scatter and a gather in one call."""
     r, members = reach(b, c, group), group.size
     return np.where(members > 1, 2.0 * (members - 1.0) / members * size / r.bandwidth + calls * r.latency, 0.0)

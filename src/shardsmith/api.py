@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.serving.demand import ServingDtype
+    from shardsmith.design.serving.search import ServingResult
+    from shardsmith.design.simulator.simulation import Simulation
     from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from shardsmith.plan.setup import Job, Setup
     from shardsmith.schedule.ir import Kind
     from shardsmith.schedule.study import Study
+    from shardsmith.specs.cluster import ClusterSpec
+    from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
 MOST_VERIFIED_RANKS = 16
@@ -133,6 +138,63 @@ def study(
         stages_per_rank=stages_per_rank,
         times=times,
     )
+
+
+def simulate(
+    setup: Setup,
+    *,
+    slow: Mapping[int, float] | None = None,
+    times: str | None = None,
+    target: str | None = None,
+    record: bool = True,
+) -> Simulation:
+    """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
+
+    `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
+    and rank) stands in for the cost model, `target` names the software whose behaviour it prices. Without `record`
+    the timeline is left out. Raises `Refused`; see `shardsmith.design.simulator.simulation`.
+    """
+    from shardsmith.design.simulator.simulation import simulate_plan
+    from shardsmith.schedule.study import parse_times
+
+    lengths = None if times is None else parse_times(times, "--times")
+    return simulate_plan(setup, slow=slow, times=lengths, target=target, record=record)
+
+
+def serve(
+    model: ModelSpec | str,
+    cluster: ClusterSpec | str,
+    *,
+    context: int,
+    concurrency: int,
+    nodes: int | None = None,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    dtype: ServingDtype = "bfloat16",
+    cache_dtype: ServingDtype = "bfloat16",
+    top: int = 5,
+) -> ServingResult:
+    """Inference layouts: data, tensor, pipeline and expert degrees for `concurrency` requests of `context` tokens.
+
+    Counts weights and key/value cache, and says the time to the first token and between tokens by roofline; best
+    first among the layouts that hold the requests and meet the targets. Raises `Refused` (I101 to I103, I201, I202).
+    """
+    from shardsmith.design.serving.demand import Demand
+    from shardsmith.design.serving.search import search_serving
+    from shardsmith.specs.library import cluster_named, model_named
+
+    spec = cluster_named(cluster, nodes) if isinstance(cluster, str) else cluster
+    demand = Demand(
+        model=model_named(model) if isinstance(model, str) else model,
+        cluster=spec if nodes is None else spec.with_nodes(nodes),
+        context=context,
+        concurrency=concurrency,
+        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    return search_serving(demand, top=top)
 
 
 def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import click
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +14,7 @@ from shardsmith import api
 from shardsmith.cli.common import Answer, verb
 from shardsmith.schedule.closed_form import ClosedForm
 from shardsmith.schedule.grid import GOES_ON, IDLE, Drawing
+from shardsmith.schedule.play import weight_versions
 from shardsmith.schedule.study import Study
 
 COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow", IDLE: "dim"}
@@ -40,9 +41,10 @@ def command(
     study = api.study(name, pipeline=pipeline, microbatches=microbatches, stages_per_rank=stages_per_rank, times=times)
     drawing = study.drawing()
     scale = "not to scale" if drawing.column is None else f"one column = {float(drawing.column):g}"
-    return Answer(
-        data=study.as_json(), show=(_title(study), Folded(drawing), f"({scale})", _numbers(study), _peaks(study))
-    )
+    show: tuple[RenderableType, ...] = (_title(study), Folded(drawing), f"({scale})", _numbers(study), _peaks(study))
+    if study.order.asynchronous:
+        show = (*show, _weights(study))
+    return Answer(data=study.as_json(), show=show)
 
 
 def _title(study: Study) -> str:
@@ -98,6 +100,22 @@ def _numbers(study: Study) -> Table:
         ("bubble over ideal", "bubble_over_ideal", "idle time over computing time"),
     ):
         table.add_row(label, f"{getattr(study, key):.2%}", _of(form, key, ".2%"), meaning)
+    return table
+
+
+def _weights(study: Study) -> Table:
+    table = Table(
+        title="no flush: weights change after each backward (simulated only)",
+        title_justify="left",
+        title_style="",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+    )
+    for heading in ("rank", "versions of the weights held", "updates that a gradient is late"):
+        table.add_column(heading, justify="right")
+    for rank, versions in enumerate(weight_versions(study.order)):
+        table.add_row(str(rank), str(versions.held), str(versions.delay))
     return table
 
 

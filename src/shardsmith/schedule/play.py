@@ -110,3 +110,37 @@ def peak_live(order: Order) -> tuple[Live, ...]:
         held = list(live(actions))
         peaks.append(Live(max((h.activations for h in held), default=0), max((h.deferred for h in held), default=0)))
     return tuple(peaks)
+
+
+class Versions(NamedTuple):
+    """What a rank needs of its weights: `held`, the most versions of a stage at once; `delay`, the most updates
+    between the weights that a gradient was computed with and those it is added to."""
+
+    held: int
+    delay: int
+
+
+def weight_versions(order: Order) -> tuple[Versions, ...]:
+    """Per pipeline rank, versions held and delay of gradients, counted action by action.
+
+    With a flush every microbatch of a step sees the same weights: 1 and 0. Without one a stage updates after each
+    backward, and keeps the weights of every forward whose backward is to come (weight stashing).
+    """
+    if not order.asynchronous:
+        return (Versions(1, 0),) * order.pipeline
+    return tuple(_versions(actions) for actions in order.ranks)
+
+
+def _versions(actions: Iterable[Action]) -> Versions:
+    updates: dict[int, int] = {}
+    stashed: dict[tuple[int, int], int] = {}
+    held, delay = 1, 0
+    for kind, stage, m in actions:
+        now = updates.get(stage, 0)
+        if kind is Kind.F:
+            stashed[stage, m] = now
+            held = max(held, len({now, *(version for (s, _), version in stashed.items() if s == stage)}))
+        elif kind in (Kind.B, Kind.W):
+            delay = max(delay, now - stashed.pop((stage, m)))
+            updates[stage] = now + 1
+    return Versions(held, delay)

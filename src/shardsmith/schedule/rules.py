@@ -45,6 +45,13 @@ FEW_MICROBATCHES = Code(
     because="a schedule that pairs forwards with backwards has to be filled from both ends before it can begin",
 )
 
+ASYNCHRONOUS = Code(
+    code="S009",
+    title="a schedule without a flush cannot be trained",
+    because="stages update while microbatches are in flight, so gradients come from older weights than those they "
+    "change: the run would not compute what one device computes; such schedules are only simulated",
+)
+
 WRONG_RANK = Code(
     code="S010",
     title="action on a rank that does not hold its stage",

@@ -1,6 +1,6 @@
 """The schedules, one a file: `order`, `placement`, `closed_form`, `faults` and `DEFAULT_STAGES_PER_RANK`.
 
-A new schedule is a new file in this folder; nothing else lists them.
+A new schedule is a new file in this folder; nothing else lists them. Those without a flush stand in `asynchronous`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol, cast
 from shardsmith.errors import Fault, raise_errors
 from shardsmith.schedule.closed_form import ClosedForm, Time
 from shardsmith.schedule.ir import Order
+from shardsmith.schedule.orders import asynchronous
 from shardsmith.schedule.rules import UNKNOWN
 
 FILE_PREFIX = "file:"
@@ -42,8 +43,13 @@ class Schedule(Protocol):
 
 
 def names() -> tuple[str, ...]:
-    """Names of all built-in schedules, sorted."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+    """Names of all built-in schedules that can be trained, sorted."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
+
+
+def asynchronous_names() -> tuple[str, ...]:
+    """Names of the schedules that never flush: they can be studied and simulated, not trained."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(asynchronous.__path__)))
 
 
 def load(name: str) -> Schedule:
@@ -56,10 +62,12 @@ def load(name: str) -> Schedule:
         from shardsmith.schedule.grid_file import GridFile
 
         return GridFile.read(name.removeprefix(FILE_PREFIX))
+    if name in asynchronous_names():
+        return cast(Schedule, import_module(f"{asynchronous.__name__}.{name}"))
     if name not in names():
         spelled = name.lower().replace("-", "_").replace("1", "one_")
-        close = difflib.get_close_matches(spelled, names(), n=2, cutoff=0.4)
-        every = ", ".join((*names(), "file:PATH"))
+        close = difflib.get_close_matches(spelled, (*names(), *asynchronous_names()), n=2, cutoff=0.4)
+        every = ", ".join((*names(), *asynchronous_names(), "file:PATH"))
         hint = f"did you mean {' or '.join(close)}? (all: {every})" if close else f"one of {every}"
         raise UNKNOWN.refuse(f"no schedule is called {name!r}", hint=hint)
     return cast(Schedule, import_module(f"{__name__}.{name}"))

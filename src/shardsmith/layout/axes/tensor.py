@@ -146,9 +146,10 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
     rows = size // setup.model.hidden
     for layer in stage.layers:
         for call in layer_calls(setup.model, layer, sequence_parallel=sp):
-            again = plan.recompute == "full" and (call.recomputed or _fused(setup, call))
-            whole = calls(call.kind, f"layer_{call.phase}", 1 + again, rows * call.width)
-            found.append(replace(whole, count=whole.count * pieces(setup, for_weights=call.for_weights)))
+            cuts = pieces(setup, for_weights=call.for_weights)
+            made = cuts + (_made_again(setup, call, cuts) if plan.recompute == "full" else 0)
+            whole = calls(call.kind, f"layer_{call.phase}", made)
+            found.append(replace(whole, bytes=whole.count * rows * call.width // cuts))
     if stage.head:
         found.append(calls("all_gather", "head_forward", int(sp)))
         found.append(calls("reduce_scatter" if sp else "all_reduce", "head_backward", 1))
@@ -183,9 +184,18 @@ class LayerCall:
     for_weights: bool = False
 
 
-def _fused(setup: Setup, call: LayerCall) -> bool:
-    """Whether a sum is made inside the product that it closes, which is all made again: so it is with chunks."""
-    return "chunks" in setup.plan.overlap and call.phase == "forward"
+def _made_again(setup: Setup, call: LayerCall, cuts: int) -> int:
+    """Pieces of a call, which is cut into `cuts`, that a recomputed layer makes once more.
+
+    With chunks the closing sum is made inside the product that it closes, which is made again. Of two halves the
+    first one's closing sum lies ahead of the second one's last product.
+    """
+    if call.recomputed:
+        return cuts
+    closing = call.phase == "forward"
+    if closing and "chunks" in setup.plan.overlap:
+        return cuts
+    return int(closing and "half_microbatches" in setup.plan.overlap)
 
 
 def layer_calls(model: ModelSpec, layer: int, *, sequence_parallel: bool) -> list[LayerCall]:

@@ -90,10 +90,10 @@ def command(
 
 
 def _quality(solved: Solved) -> str:
-    best = "no named schedule fits" if solved.named is None else f"{solved.named}: {solved.named_slots}"
+    best = "none fits" if solved.named is None else f"{solved.named}, {solved.named_slots}"
     bound = "no order is shorter" if solved.proven else f"no order is shorter than {solved.bound}"
     return (
-        f"step of {int(solved.played.step_time)} slots of {float(solved.unit):g}; {bound}; best named schedule {best}"
+        f"step of {int(solved.played.step_time)} slots of {float(solved.unit):g}; {bound}; best named schedule: {best}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Golden files: `pytest tests/golden --refresh-golden` writes what the tests would compare."""
+"""Golden files (`pytest tests/golden --refresh-golden` writes what the tests would compare); patient properties."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Time on the clock says what else the machine does: no property may fail for it.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from shardsmith.errors import Code, Fault
 from shardsmith.plan.setup import Setup
+from shardsmith.schedule.orders import asynchronous_names
+from shardsmith.schedule.rules import ASYNCHRONOUS
 
 NOT_BUILT = Code(
     code="X101",
@@ -19,10 +21,6 @@ NOT_BUILT = Code(
 PLAN_FIELDS: dict[str, tuple[Any, str]] = {
     "context": (1, "splitting the sequence of attention over ranks"),
     "ulysses": (1, "exchanging heads for sequence in attention"),
-    "expert": (1, "placing experts on different ranks"),
-    "expert_tensor": (1, "splitting experts over ranks"),
-    "overlap": ((), "running communication beside computation inside a layer"),
-    "capacity_factor": (None, "limiting the tokens of an expert"),
 }
 """Plan fields of which only one value is built: that value, and what any other would be."""
 
@@ -43,4 +41,14 @@ def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
             message = f"training a model with {what} is not built yet"
             said = (setup.origin(f"model.{key}"), f"[model.{key}]")
             faults.append(NOT_BUILT.fault(message, said, hint="a dense model, such as llama3-8b"))
+    faults += asynchronous_faults(setup)
     return faults if running else [replace(fault, severity="warning") for fault in faults]
+
+
+def asynchronous_faults(setup: Setup) -> list[Fault]:
+    """A schedule that never flushes."""
+    name = setup.plan.schedule
+    if name not in asynchronous_names():
+        return []
+    message = f"{name} has no flush, so it can be simulated but not trained"
+    return [ASYNCHRONOUS.fault(message, *setup.said("plan.schedule"), hint="schedule = one_f_one_b, its flushed form")]

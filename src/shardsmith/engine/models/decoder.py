@@ -20,8 +20,9 @@ from shardsmith.engine.models.activation import swiglu
 from shardsmith.engine.models.attention_mask import attention_mask
 from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
-from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
+from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, arrive, leave, linear
 from shardsmith.engine.runtime.noise import Noise, Site
+from shardsmith.engine.runtime.overlapped import Turns
 from shardsmith.engine.runtime.recompute import Cookbook, full, plain
 from shardsmith.engine.runtime.units import OPEN_GATE
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
@@ -49,6 +50,18 @@ class Surroundings:
     mask: Tensor | None = None
     noise: Noise | None = None
     cheap: Callable[..., Tensor] = plain
+    turns: Turns | None = None
+
+    def half(self, at: slice, turns: Turns) -> Surroundings:
+        """The same for the sequences `at` of the microbatch, which take `turns` with the others."""
+        rotation, mask, noise = self.rotation, self.mask, self.noise
+        if rotation is not None and rotation[0].shape[1] > 1:
+            rotation = rotation[0][:, at], rotation[1][:, at]
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask[at]
+        if noise is not None:
+            noise = replace(noise, keys_B=noise.keys_B[at])
+        return replace(self, rotation=rotation, mask=mask, noise=noise, turns=turns)
 
 
 class Table(nn.Module):
@@ -83,7 +96,7 @@ class Attention(nn.Module):
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue)
+        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue, around.turns)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -98,7 +111,7 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(
                 q_BHSE, k_BHSE, v_BHSE, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped
             )
-        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue)[0]
+        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
 
     def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
         """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
@@ -127,12 +140,12 @@ class MLP(nn.Module):
         """[S, B, D] -> [S, B, D]."""
         enter = self.seam.entering
         if self.activation == "swiglu":
-            gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue)
+            gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue, around.turns)
             inner = around.cheap(swiglu, gate, up)
         else:
-            (up,) = linear(x_SBD, [self.up], enter, self.queue)
+            (up,) = linear(x_SBD, [self.up], enter, self.queue, around.turns)
             inner = around.cheap(GELU[self.activation], up)
-        return linear(inner, [self.down], self.seam.leaving, self.queue)[0]
+        return linear(inner, [self.down], self.seam.leaving, self.queue, around.turns)[0]
 
 
 class Block(nn.Module):
@@ -148,10 +161,26 @@ class Block(nn.Module):
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
+        if "half_microbatches" in self.mlp.seam.overlap and x_SBD.shape[1] % 2 == 0:
+            return self._in_halves(x_SBD, around)
         attended = self.attention(around.cheap(self.norm1, x_SBD), around)
         x_SBD = x_SBD + self._dropped(attended, around, "attention")
         out: Tensor = x_SBD + self._dropped(self.mlp(around.cheap(self.norm2, x_SBD), around), around, "mlp")
         return out
+
+    def _in_halves(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
+        """The same for two halves of the sequences in turn, each computed while what the other made is summed."""
+        turns, middle = Turns(), x_SBD.shape[1] // 2
+        parts = slice(0, middle), slice(middle, None)
+        halves = [(x_SBD[:, at].contiguous(), around.half(at, turns)) for at in parts]
+        left = [self.attention(near.cheap(self.norm1, x), near) for x, near in halves]
+        between = []
+        for (x, near), out in zip(halves, left, strict=True):
+            x = x + self._dropped(arrive(out, self.attention.seam, turns), near, "attention")
+            between.append((x, near, self.mlp(near.cheap(self.norm2, x), near)))
+        return torch.cat(
+            [x + self._dropped(arrive(out, self.mlp.seam, turns), near, "mlp") for x, near, out in between], 1
+        )
 
     def _dropped(self, x_SBD: Tensor, around: Surroundings, site: Site) -> Tensor:
         if around.noise is None:

@@ -208,7 +208,9 @@ class Trainer:
         # At level 3 no rank ever holds more of the model than its rows and what is gathered around its use.
         kept = {n: data_shard(s, plan, self.coord) for n, s in shards.items()} if plan.zero == 3 else None
         self._drawn |= materialise(module, weights, shards, seed=seed, dtype=self.dtype, device=self.device, kept=kept)
-        tensor_axis.attach(module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel)
+        tensor_axis.attach(
+            module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap
+        )
         module.recompute, module.loss_chunk = plan.recompute, plan.loss_chunk
         self.weights.update({w.name: w for w in weights})
         self.shards.update(shards)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
+from functools import cache
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -41,6 +42,7 @@ class Schedule(Protocol):
         """What this schedule forbids; `source` says where the values came from."""
 
 
+@cache
 def names() -> tuple[str, ...]:
     """Names of all built-in schedules, sorted."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))

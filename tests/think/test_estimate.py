@@ -1,6 +1,5 @@
 """One plan priced: states as the layout counts them, parts that add up, the published runs, coded refusals."""
 
-import numpy as np
 import pytest
 
 from shardsmith.design.cost.estimate import estimate, rank_memory
@@ -8,9 +7,9 @@ from shardsmith.design.cost.layouts import ORDERS, batch_of, layouts_of, strides
 from shardsmith.design.cost.price import peak
 from shardsmith.design.cost.subject import count_weights, make_subject, subject_of
 from shardsmith.errors import Refused
-from shardsmith.layout.shards import stage_states
+from shardsmith.layout.shards import rank_states
 from shardsmith.plan.file import make_setup
-from shardsmith.plan.mesh import mesh_of
+from shardsmith.plan.mesh import Coord, mesh_of
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
@@ -38,16 +37,12 @@ def test_states_are_those_of_the_layout(line: str, model: str) -> None:
     if model == "gpt2-xl":
         line = line.replace("tensor=4", "tensor=5").replace("tensor=2", "tensor=5")
     setup = setup_of(line, model, seq_len=1000)
-    exact: dict[int, np.ndarray] = {}
-    for stage in stage_states(setup):
-        s = stage.states
-        exact[stage.pipeline_rank] = exact.get(stage.pipeline_rank, 0.0) + np.array(
-            [s.weights, s.gradients, s.optimizer]
-        )
     for rank in rank_memory(subject_of(setup), setup):
+        first = Coord(pipeline=rank.pipeline_rank, replicate=0, shard=0, context=0, tensor=0)
+        exact = rank_states(setup, mesh_of(setup.plan).rank(first))
         ours = [rank.items[name] for name in ("weights", "gradients", "optimizer")]
         # Rows that shards do not divide are the only difference.
-        assert ours == pytest.approx(exact[rank.pipeline_rank], rel=0.01)
+        assert ours == pytest.approx([exact.weights, exact.gradients, exact.optimizer], rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["llama3-70b", "gpt3-175b", "deepseek-v3", "mixtral-8x7b", "qwen3-30b-a3b"])

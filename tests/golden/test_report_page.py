@@ -15,12 +15,14 @@ import pytest
 from click.testing import CliRunner
 from reports import gpt3, search, searched, simulated, unpriced
 
+import shardsmith
 from shardsmith.cli.simulate import command
 from shardsmith.design.reports import spans
-from shardsmith.design.reports.content import Report, breakdown, memory_bars, report_of_simulation
-from shardsmith.design.reports.html import html, write_html
+from shardsmith.design.reports.content import breakdown, memory_bars, report_of_simulation
+from shardsmith.design.reports.html import html
 from shardsmith.design.reports.sensitivity import sensitivity
 from shardsmith.design.simulator.simulation import simulate_plan
+from shardsmith.plan.mesh import expert_groups, mesh_of
 from shardsmith.units import GIB
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
@@ -141,19 +143,52 @@ def test_simulate_writes_the_page(tmp_path: Path) -> None:
     assert data(path.read_text(encoding="utf-8"), "ranks-data")["world"] == 2
 
 
+def in_browser(page: str, tmp_path: Path) -> str:
+    """The page's document after its scripts have run; an error of any script stands in it as data-error."""
+    assert BROWSER
+    listen = "<script>onerror = (m) => document.body.dataset.error = m;</script>"
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("<main>", listen + "<main>"), encoding="utf-8")
+    words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    return subprocess.run([BROWSER, *words, path.as_uri()], capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_groups_on_the_map_are_those_of_the_mesh(tmp_path: Path) -> None:
+    setup = shardsmith.make_setup(
+        plan="data=4,tensor=2,pipeline=2,expert=4,expert_tensor=1,replicate=1",
+        model="mixtral-8x7b",
+        cluster="h100",
+        nodes=2,
+        seq_len=4096,
+        dtype="bfloat16",
+    )
+    ask = """<script>{ const select = document.getElementById("axis"), all = {};
+      const ranks = [...Array(16).keys()];
+      for (const { value } of select.options) { select.value = value; all[value] = ranks.map(report.ranks.group); }
+      document.title = JSON.stringify(all); }</script></body>"""
+    page = html(report_of_simulation(simulate_plan(setup))).replace("</body>", ask)
+    title = re.search(r"<title>(.*?)</title>", in_browser(page, tmp_path))
+    assert title
+    drawn = json.loads(title.group(1))
+    assert set(drawn) == {"stage", "pipeline", "shard", "tensor", "expert"}
+    groups = {axis: set(mesh_of(setup.plan).groups(axis)) for axis in ("pipeline", "shard", "tensor")}
+    groups["expert"] = {tuple(sorted(g)) for g in expert_groups(setup.plan, "expert")}
+    for axis, wanted in groups.items():
+        found: dict[int, list[int]] = {}
+        for rank, group in enumerate(drawn[axis]):
+            found.setdefault(group, []).append(rank)
+        assert {tuple(ranks) for ranks in found.values()} == {tuple(sorted(g)) for g in wanted}, axis
+    assert drawn["stage"] == [mesh_of(setup.plan).coord(rank).pipeline for rank in range(16)]
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("report", [searched, unpriced], ids=lambda f: f.__name__)
 def test_a_browser_draws_the_page(report: object, tmp_path: Path) -> None:
-    assert BROWSER
-    report_: Report = report()  # type: ignore[operator]
-    path = write_html(report_, tmp_path / "page.html")
-    listen = "<script>onerror = (m) => document.body.dataset.error = m;</script>"
-    path.write_text(path.read_text(encoding="utf-8").replace("<main>", listen + "<main>"), encoding="utf-8")
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    done = subprocess.run([BROWSER, *words, path.as_uri()], capture_output=True, text=True, timeout=120)
-    assert "data-error" not in done.stdout
-    assert re.search(r'id="where">0 s to [\d.]+ m?s of', done.stdout)
-    legend = re.search(r'id="timeline-legend">(.*?)</p>', done.stdout)
+    drawn = in_browser(html(report()), tmp_path)  # type: ignore[operator]
+    assert "data-error" not in drawn
+    assert re.search(r'id="where">0 s to [\d.]+ m?s of', drawn)
+    legend = re.search(r'id="timeline-legend">(.*?)</p>', drawn)
     assert legend
     assert "forward" in legend.group(1)
-    assert '<option value="stage">' in done.stdout
+    assert '<option value="stage">' in drawn

@@ -152,9 +152,15 @@ def breakdown(report: Report) -> list[dict[str, Any]]:
 
 
 def rank_map(setup: Setup) -> Mapping[str, Any]:
-    """What the picture of the cluster computes coordinates from: sizes and strides of the mesh, size of a node."""
-    mesh = mesh_of(setup.plan)
+    """What the picture of the cluster computes coordinates from: sizes and strides of the mesh, size of a node.
+
+    `experts` is the second cut of the ranks of a replica (None: no expert axis): `plane` names the axes that number
+    them, neighbours first; of these numbers `part` (expert_tensor) is the fastest digit, `size` (expert) the next.
+    """
+    mesh, plan = mesh_of(setup.plan), setup.plan
+    plane = [axis for axis in mesh.order if axis in ("shard", "context", "tensor")]
     return {
+        "experts": {"plane": plane, "size": plan.expert, "part": plan.expert_tensor} if plan.expert > 1 else None,
         "world": mesh.world,
         "node": setup.cluster.devices_per_node or mesh.world,
         "axes": [

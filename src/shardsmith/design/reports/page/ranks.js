@@ -3,19 +3,32 @@
 (() => {
   const found = report.data("ranks-data"), box = document.getElementById("ranks-box"), canvas = document.getElementById("ranks-canvas");
   const select = document.getElementById("axis"), where = document.getElementById("ranks-where");
-  const real = found.axes.filter((axis) => axis.size > 1), nodes = Math.ceil(found.world / found.node);
-  const coord = (rank, axis) => Math.floor(rank / axis.stride) % axis.size;
+  const real = found.axes.filter((one) => one.size > 1), nodes = Math.ceil(found.world / found.node);
+  const coord = (rank, one) => Math.floor(rank / one.stride) % one.size;
+  const axis = (name) => found.axes.find((one) => one.name === name);
+  // Place of a rank on the expert mesh, which numbers the ranks of a replica anew.
+  const expert = (rank) => {
+    let number = 0, stride = 1;
+    for (const name of found.experts.plane) { number += coord(rank, axis(name)) * stride; stride *= axis(name).size; }
+    const part = number % found.experts.part, rest = Math.floor(number / found.experts.part);
+    return { part, expert: rest % found.experts.size, copy: Math.floor(rest / found.experts.size), copies: stride };
+  };
   // The group of a rank along an axis: its other coordinates. A stage is the pipeline coordinate itself.
   const group = (rank) => {
-    if (select.value === "stage") return coord(rank, found.axes.find((axis) => axis.name === "pipeline"));
-    return found.axes.filter((axis) => axis.name !== select.value).reduce((all, axis) => all * axis.size + coord(rank, axis), 0);
+    if (select.value === "stage") return coord(rank, axis("pipeline"));
+    if (select.value === "expert") {
+      const at = expert(rank), replica = coord(rank, axis("pipeline")) * axis("replicate").size + coord(rank, axis("replicate"));
+      return (replica * at.copies + at.copy) * found.experts.part + at.part;
+    }
+    return found.axes.filter((one) => one.name !== select.value).reduce((all, one) => all * one.size + coord(rank, one), 0);
   };
-  if (real.some((axis) => axis.name === "pipeline")) select.add(new Option("stage of the pipeline", "stage"));
-  real.forEach((axis) => select.add(new Option(axis.name + " group (" + axis.size + " ranks)", axis.name)));
+  if (axis("pipeline").size > 1) select.add(new Option("stage of the pipeline", "stage"));
+  real.forEach((one) => select.add(new Option(one.name + " group (" + one.size + " ranks)", one.name)));
+  if (found.experts) select.add(new Option("expert group (" + found.experts.size + " ranks)", "expert"));
   if (!select.options.length) select.add(new Option("one rank", "tensor"));
 
   const hue = (g) => {
-    if (select.value === "stage") { const size = found.axes.find((axis) => axis.name === "pipeline").size; return 210 + 300 * g / size; }
+    if (select.value === "stage") { return 210 + 300 * g / axis("pipeline").size; }
     return 210 + g * 137.508; // golden angle: neighbouring groups stay far apart
   };
   // The largest cells with which the map is no taller than a screen.
@@ -60,7 +73,7 @@
   };
   canvas.addEventListener("pointermove", (e) => {
     const rank = at(e);
-    const words = rank < 0 ? "" : "rank " + rank + ", node " + Math.floor(rank / found.node) + ": " + (real.map((axis) => axis.name + " " + coord(rank, axis)).join(", ") || "alone");
+    const words = rank < 0 ? "" : "rank " + rank + ", node " + Math.floor(rank / found.node) + ": " + (real.map((one) => one.name + " " + coord(rank, one)).join(", ") || "alone") + (found.experts ? ", experts " + expert(rank).expert : "");
     report.tip(box, e.offsetX, e.offsetY, words);
     if (rank !== chosen) { chosen = rank; where.textContent = words || "point at a rank"; draw(); }
   });

@@ -17,7 +17,7 @@
   const view = { from: 0, to: found.end };
 
   const laneList = () => lanesOn.checked ? [...new Set(rows.flatMap((row) => row.lanes.map((l) => l.lane)))].filter((l) => l !== "compute") : [];
-  const rowHeight = () => bar + laneList().length * LANE + GAP;
+  const rowHeight = () => bar + laneList().length * LANE + (lanesOn.checked ? 3 : 1) * GAP;
   const height = () => TOP + rows.length * rowHeight() + 4;
   const x = (t, width) => LEFT + (t - view.from) / (view.to - view.from) * (width - LEFT);
   const time = (px, width) => view.from + (px - LEFT) / (width - LEFT) * (view.to - view.from);
@@ -90,7 +90,7 @@
       pen.fillStyle = lane.colours[lane.tone[i]];
       pen.fillRect(a, top, Math.max(w - (w > 5 ? 0.8 : 0), 0.6), tall);
       if (lane.lane === "compute" && tall >= 11 && lane.microbatch[i] !== 65535 && w > 7 * String(lane.microbatch[i]).length + 4) {
-        pen.fillStyle = "#fff"; pen.font = "10px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+        pen.fillStyle = lane.tone[i] % 2 || lane.tone[i] === 2 ? "#1f2430" : "#fff"; pen.font = "10px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
         pen.fillText(lane.microbatch[i], (a + right) / 2, top + tall / 2 + 0.5);
       }
     }

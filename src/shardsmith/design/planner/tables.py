@@ -30,6 +30,10 @@ class Frames:
     def __len__(self) -> int:
         return len(self.shape)
 
+    def select(self, which: NDArray[np.bool_]) -> Frames:
+        """The frames that the mask `which` names."""
+        return Frames(layouts=self.layouts.select(which), shape=self.shape[which], below=self.below[which])
+
 
 def frames_of(space: Space) -> Frames:
     """Every frame of `space`."""
@@ -145,8 +149,3 @@ def everything(space: Space) -> Layouts:
 def joined(parts: Sequence[Layouts]) -> Layouts:
     """Layouts one after another."""
     return Layouts(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Layouts)})
-
-
-def mask_of(frames: Frames, keep: NDArray[np.bool_] | Index) -> Frames:
-    """The frames that `keep` names."""
-    return Frames(layouts=frames.layouts.select(keep), shape=frames.shape[keep], below=frames.below[keep])

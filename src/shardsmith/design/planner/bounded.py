@@ -174,7 +174,7 @@ class Bounded:
         """
         c = self.space.subject.constants
         mean = (b.layers * (one.forward + one.backward) + one.head + one.embedding) / b.pipeline
-        loops = np.maximum(np.floor_divide(b.layers, b.pipeline), 1.0)
+        loops = np.maximum(np.floor_divide(b.layers + 2.0, b.pipeline), 1.0)
         idle = (b.pipeline - 1.0) * mean * np.minimum(1.0 / 6.0, 1.0 / loops)
         return (b.microbatches * mean + idle + c["step_fixed"]) * jitter(b, c)
 
@@ -272,6 +272,8 @@ class Bounded:
         return replace(p, zero=zero, per_step=0.0 * one, replicate=one)
 
     def _keep(self, p: Layouts, group: Index, seconds: Array, size: Array, found: Found) -> None:
+        if not len(p):
+            return
         found.searched += len(p)
         least_held = int(np.argmin(size))
         if size[least_held] < found.smallest_bytes:

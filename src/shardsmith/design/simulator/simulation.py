@@ -215,7 +215,7 @@ def _gather(setup: Setup) -> Gather:
 
 
 def _interval(s: Subject, setup: Setup, seconds: float) -> tuple[float, float]:
-    batch = batch_of(s, layouts_of([setup.plan], setup.workload), precision(setup.plan, setup.workload))
+    batch = batch_of(s, layouts_of([setup.plan], setup.model, setup.workload), precision(setup.plan, setup.workload))
     low, high = interval(batch, s.constants, batch.tensor * 0.0 + seconds)
     return float(low[0]), float(high[0])
 

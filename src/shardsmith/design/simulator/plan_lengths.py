@@ -74,7 +74,7 @@ def plan_lengths(s: Subject, setup: Setup, slow: Mapping[int, float] | None = No
             "context": (kinds.halves * ring[0], kinds.halves * ring[1]),
             "expert": (exchange, exchange),
         },
-        gather=gather_layer(kinds, c, 2.0) if plan.zero == 3 else np.zeros(2),
+        gather=gather_layer(kinds, c, kinds.gather_bytes),
         weights=layer_weights(kinds) / kinds.tensor,
         routed=moe * expert_weights(kinds) / kinds.expert / kinds.expert_tensor,
         # Ranks wait for the slowest of many wherever they meet: the model's jitter, as in `cost.step`.
@@ -92,13 +92,17 @@ def _stage(f: _Model, stage: Stage) -> StageLengths:
     # in forward it costs twice in backward, and all of that for its weights.
     ends, table = one.head[0] / 3.0 * stage.head, one.embedding[0] / 3.0 * stage.embedding
     matrices = stage.embedding + stage.head - (stage.embedding and stage.head and model.tied)
-    weights = float(count @ f.weights) + matrices * float((b.vocab * b.hidden / b.tensor)[0])
+    ends_held = matrices * b.vocab * b.hidden / b.tensor
+    weights = float(count @ f.weights) + float(ends_held[0])
     routed = float(count @ f.routed)
     inside: dict[LaneKind, tuple[float, float]] = {
         lane: (float(count @ first) * jitter, float(count @ second) * jitter)
         for lane, (first, second) in f.inside.items()
         if float(count @ first) > 0
     }
+    gather = 0.0
+    if f.setup.plan.zero == 3:
+        gather = float(count @ f.gather) + float(one_way(b, f.constants, shard_group(b), b.gather_bytes * ends_held)[0])
     overlap = b.overlap_shard if f.setup.plan.zero > 1 else b.overlap_data
     return StageLengths(
         forward=float(count @ one.forward + ends + table) * jitter,
@@ -109,7 +113,7 @@ def _stage(f: _Model, stage: Stage) -> StageLengths:
         blocking=1.0 - float(b.overlap_pipeline[0]),
         reduce=_reduce(f, weights, routed) * jitter,
         buckets=_buckets(f.setup, (weights + routed) * float(b.reduce_bytes[0])) if float(overlap[0]) > 0 else 1,
-        gather=float(count @ f.gather) * jitter,
+        gather=gather * jitter,
         alongside=float(b.overlap_shard[0]),
     )
 

@@ -34,7 +34,6 @@ COMPILED_SPLIT = Code(
 
 PLAN_FIELDS: dict[str, tuple[Any, str]] = {
     "context": (1, "splitting the sequence of attention over ranks"),
-    "ulysses": (1, "exchanging heads for sequence in attention"),
     "expert": (1, "placing experts on different ranks"),
     "expert_tensor": (1, "splitting experts over ranks"),
     "overlap": ((), "running communication beside computation inside a layer"),

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-CommAxis = Literal["tensor", "pipeline", "data"]
-CommKind = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "receive"]
+CommAxis = Literal["tensor", "pipeline", "data", "context", "expert"]
+CommKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class CollectiveCount:
     """`count` calls of one kind on one axis for one purpose, in one training step of one rank.
 
     `bytes` is their payload summed over all calls: the full tensor for an all-reduce, the output of an
-    all-gather, the input of a reduce-scatter, the message of a send or receive.
+    all-gather, the input of a reduce-scatter or all-to-all, the message of a send or receive.
     """
 
     axis: CommAxis
@@ -59,7 +59,7 @@ def ring_bytes(kind: CommKind, payload: float, ranks: int) -> float:
     """Bytes that each of `ranks` ranks sends when a ring moves `payload` bytes.
 
     2(n-1)/n of the payload for an all-reduce (a reduce-scatter, then an all-gather), (n-1)/n for either
-    half (Patarasuk and Yuan 2009); a message itself for a send, nothing for a receive.
+    half (Patarasuk and Yuan 2009) and for an all-to-all; a message itself for a send, nothing for a receive.
     """
     if kind == "send":
         return payload

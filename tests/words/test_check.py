@@ -177,7 +177,6 @@ def test_everything_wrong_comes_at_once() -> None:
 
 
 OTHER_VALUES = {
-    "context": "2",
     "expert": "2",
     "expert_tensor": "2",
     "recompute": "full",

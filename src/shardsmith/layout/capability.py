@@ -33,7 +33,6 @@ COMPILED_SPLIT = Code(
 )
 
 PLAN_FIELDS: dict[str, tuple[Any, str]] = {
-    "context": (1, "splitting the sequence of attention over ranks"),
     "expert": (1, "placing experts on different ranks"),
     "expert_tensor": (1, "splitting experts over ranks"),
     "overlap": ((), "running communication beside computation inside a layer"),

@@ -97,7 +97,7 @@ def test_a_ring_passes_keys_and_values_on_and_their_gradients_wide(
         }
         assert sent(found, rank) == expected
     assert key_value_bytes(found) == part * width
-    assert ring_buffer_bytes(found) == 2 * part * width + 3 * part * wide
+    assert ring_buffer_bytes(found) == 2 * part * width + 4 * part * wide
 
 
 def test_ulysses_exchanges_heads_for_sequence() -> None:

@@ -96,13 +96,13 @@ def key_value_bytes(setup: Setup) -> int:
 def ring_buffer_bytes(setup: Setup) -> int:
     """Bytes that the ring keeps beside a layer's activations in backward, at most.
 
-    Two parts of keys and values (one in use, one arriving), and three of their gradients in float32 or wider (this
-    rank's own, one in use, one arriving).
+    Two parts of keys and values (one in use, one arriving), and four of their gradients in float32 or wider (this
+    rank's own, one being made, one leaving, one arriving). What a kernel makes for one block is not counted.
     """
     if ring(setup.plan) == 1:
         return 0
     size, work = key_value_bytes(setup), setup.workload
-    return 2 * size + 3 * size * _wide(setup) // DTYPE_BYTES[work.dtype]
+    return 2 * size + 4 * size * _wide(setup) // DTYPE_BYTES[work.dtype]
 
 
 def context_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:

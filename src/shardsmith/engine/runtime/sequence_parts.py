@@ -139,15 +139,15 @@ def attend_traced(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `View.attend` computes, and for its backward keys with values, log-sum-exps, exchanged queries and output.
+    """What `View.attend` computes, and for its backward queries, keys with values, log-sum-exps and exchanged output.
 
-    The last two are empty where nothing is exchanged.
+    The last is empty where nothing is exchanged.
     """
     view = _named(ring, ulysses).view(len(q), documents, window)
     out, (queries, keys_values, whole, lse) = ring_attention.forward(q, k, v, view.exchange, view.ring(scale))
-    if not ulysses:
-        queries, whole = q.new_empty(0), q.new_empty(0)
-    return out, keys_values, lse, queries, whole
+    # An operator's outputs must not be its inputs, nor share memory among themselves.
+    queries = queries.clone() if queries.data_ptr() == q.data_ptr() else queries
+    return out, queries, keys_values, lse, whole if ulysses else q.new_empty(0)
 
 
 @torch.library.custom_op("shardsmith::context_attention_backward", mutates_args=())
@@ -164,7 +164,6 @@ def backward_traced(
     """Gradients of queries, keys and values."""
     view = _named(ring, ulysses).view(len(grad), documents, window)
     grads = ring_attention.backward(grad, tuple(saved), heads, view.exchange, view.ring(scale))
-    # An operator's outputs must not share memory, which gradients of keys and values may.
     return grads[0].contiguous(), grads[1].clone(memory_format=torch.contiguous_format), grads[2].contiguous()
 
 
@@ -183,13 +182,12 @@ def _(
     ranks = _group(ulysses).size
     keys = max(k.shape[2], ranks) // ranks
     wide = torch.promote_types(q.dtype, torch.float32)
-    exchanged = (ranks * rows, sequences, heads // ranks, width) if ulysses else (0,)
     return (
         q.new_empty(q.shape),
-        k.new_empty((2, ranks * rows, sequences, keys, width)),
+        q.new_empty((sequences, heads // ranks, ranks * rows, width)),
+        k.new_empty((2, sequences, keys, ranks * rows, width)),
         q.new_empty((sequences, heads // ranks, ranks * rows), dtype=wide),
-        q.new_empty(exchanged),
-        q.new_empty(exchanged),
+        q.new_empty((ranks * rows, sequences, heads // ranks, width) if ulysses else (0,)),
     )
 
 
@@ -209,10 +207,10 @@ def _(
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, _, ctx.documents, *ctx.names, ctx.window, ctx.scale = inputs
-    out, keys_values, lse, queries, whole = output
-    ctx.heads, exchanged = k.shape[2], bool(ctx.names[1])
-    ctx.save_for_backward(queries if exchanged else q, keys_values, whole if exchanged else out, lse)
+    _, k, _, ctx.documents, *ctx.names, ctx.window, ctx.scale = inputs
+    out, queries, keys_values, lse, whole = output
+    ctx.heads = k.shape[2]
+    ctx.save_for_backward(queries, keys_values, whole if ctx.names[1] else out, lse)
 
 
 def _backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,7 @@ from shardsmith.engine.dataset.batches import IGNORED, Microbatch, Synthetic, ba
 from shardsmith.engine.dataset.samples import positions_in
 from shardsmith.engine.parallel.context import split
 from shardsmith.engine.runtime.group import Group
-from shardsmith.engine.runtime.noise import Noise
+from shardsmith.engine.runtime.noise import noise_of
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.runtime.sequence_parts import Parts
 from shardsmith.engine.train.evaluate import evaluate
@@ -80,13 +80,14 @@ def test_a26_positions_are_those_of_the_whole_sequence_or_document() -> None:
 
 
 def test_a29_dropout_masks_differ_over_context_ranks_and_are_those_of_the_places() -> None:
-    noise = Noise(seed=1, step=0, samples=(3,))
-    whole = noise.drop(torch.ones(160, 1, 4), 0.5, 0, "mlp")
+    noise = noise_of(1, 0, (3,), torch.device("cpu")).of(0)
+    whole = noise.drop(torch.ones(160, 1, 4), 0.5, "mlp")
     for index in range(2):
         parts = part(index, 2)
-        own = replace(noise, held=parts.places(80)).drop(torch.ones(80, 1, 4), 0.5, 0, "mlp")
+        held = replace(noise, places_S=parts.places_of(80, torch.device("cpu")))
+        own = held.drop(torch.ones(80, 1, 4), 0.5, "mlp")
         assert torch.equal(own, parts.split(whole, 0))
-        half = replace(noise, held=parts.places(80)).drop(torch.ones(40, 1, 4), 0.5, 0, "mlp", first=40)
+        half = held.drop(torch.ones(40, 1, 4), 0.5, "mlp", first=40)
         assert torch.equal(half, own[40:])
 
 
@@ -102,6 +103,8 @@ SENDING = (
     ("context=2,data=2,replicate=2,zero=1,microbatches=2", {"tied": True}),
     ("context=2,data=2,microbatches=2", {"window": 4}),
     ("context=2,pipeline=2,schedule=zb_h1,microbatches=4", {"tied": True}),
+    ("context=2,tensor=2,microbatch=2,overlap=half_microbatches", {}),
+    ("context=2,tensor=2,microbatch=2,overlap=chunks,sequence_parallel=true", {}),
 )
 
 

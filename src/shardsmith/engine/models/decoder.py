@@ -20,8 +20,9 @@ from shardsmith.engine.models.activation import swiglu
 from shardsmith.engine.models.attention_mask import attention_mask
 from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
-from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
-from shardsmith.engine.runtime.noise import Noise
+from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, arrive, leave, linear
+from shardsmith.engine.runtime.noise import Noise, Site
+from shardsmith.engine.runtime.overlapped import Turns
 from shardsmith.engine.runtime.recompute import Cookbook, full, plain
 from shardsmith.engine.runtime.sequence_parts import Dropped, Parts, View
 from shardsmith.engine.runtime.units import OPEN_GATE
@@ -39,11 +40,11 @@ GELU: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a block needs beside its input, the same for all blocks of a pass.
+    """What a block needs beside its input.
 
     `rotation`: cosines and sines of the positions where they are rotary. `mask`: who attends to whom (see
     `attention_mask`), None for plain causal attention. `view`: who attends to whom where the sequence is cut over
-    the context axis, None where it is whole. `noise`: dropout masks, None where nothing is dropped.
+    the context axis, None where it is whole. `noise`: dropout masks of the layer, None where nothing is dropped.
     `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
     """
 
@@ -52,6 +53,19 @@ class Surroundings:
     view: View | None = None
     noise: Noise | None = None
     cheap: Callable[..., Tensor] = plain
+    turns: Turns | None = None
+
+    def half(self, at: slice, turns: Turns) -> Surroundings:
+        """The same for the sequences `at` of the microbatch, which take `turns` with the others."""
+        rotation, mask, noise = self.rotation, self.mask, self.noise
+        if rotation is not None and rotation[0].shape[1] > 1:
+            rotation = rotation[0][:, at], rotation[1][:, at]
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask[at]
+        if noise is not None:
+            noise = replace(noise, keys_B=noise.keys_B[at])
+        view = None if self.view is None else self.view.of(at)
+        return replace(self, rotation=rotation, mask=mask, view=view, noise=noise, turns=turns)
 
 
 class Table(nn.Module):
@@ -72,10 +86,10 @@ class Table(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; the number of heads follows from the weights held."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
         super().__init__()
         self.head_dim, self.queue, self.seam = spec.head_dim, queue, OPEN
-        self.layer, self.dropout = layer, spec.attention_dropout
+        self.dropout = spec.attention_dropout
         width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q = Projection(width, spec.hidden, bias=spec.attention_bias)
         self.k = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
@@ -86,7 +100,7 @@ class Attention(nn.Module):
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue)
+        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue, around.turns)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -94,17 +108,19 @@ class Attention(nn.Module):
             q, k = rotate(q, *around.rotation), rotate(k, *around.rotation)
         if around.view is not None:
             out = around.view.attend(q, k, v, self.head_dim**-0.5, self._dropped(around.noise, q.shape[2]))
-            return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue)[0]
-        q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        if around.noise is not None and self.dropout:
-            out = self._dropping(q_BHSE, k_BHSE, v_BHSE, around.mask, around.noise)
         else:
-            grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
-            causal = around.mask is None
-            out = F.scaled_dot_product_attention(
-                q_BHSE, k_BHSE, v_BHSE, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped
-            )
-        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue)[0]
+            out = self._attend(q, k, v, around)
+        return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
+
+    def _attend(self, q_SBHE: Tensor, k_SBHE: Tensor, v_SBHE: Tensor, around: Surroundings) -> Tensor:
+        """Attention where the whole sequence is on this rank, [S, B, H, E]."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q_SBHE, k_SBHE, v_SBHE))
+        if around.noise is not None and self.dropout:
+            out = self._dropping(q, k, v, around.mask, around.noise)
+        else:
+            grouped, causal = q.shape[1] != k.shape[1], around.mask is None
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped)
+        return out.permute(2, 0, 1, 3)
 
     def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
         """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
@@ -114,15 +130,12 @@ class Attention(nn.Module):
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         scores = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
         shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        first, whole = self._first_head(heads), [range(length)]
-        keep = noise.attention(range(first, first + heads), whole, whole, length, self.dropout, self.layer)
-        out: Tensor = (shares * keep.to(device=q.device, dtype=q.dtype)) @ v
-        return out
+        return noise.drop_probabilities(shares, self.dropout, self._first_head(heads)) @ v
 
     def _dropped(self, noise: Noise | None, heads: int) -> Dropped | None:
         if noise is None or not self.dropout:
             return None
-        return Dropped(noise=noise, first_head=self._first_head(heads), rate=self.dropout, layer=self.layer)
+        return Dropped(noise=noise, first_head=self._first_head(heads), rate=self.dropout)
 
     def _first_head(self, heads: int) -> int:
         """The first of the `heads` query heads of this tensor rank."""
@@ -144,36 +157,52 @@ class MLP(nn.Module):
         """[S, B, D] -> [S, B, D]."""
         enter = self.seam.entering
         if self.activation == "swiglu":
-            gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue)
+            gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue, around.turns)
             inner = around.cheap(swiglu, gate, up)
         else:
-            (up,) = linear(x_SBD, [self.up], enter, self.queue)
+            (up,) = linear(x_SBD, [self.up], enter, self.queue, around.turns)
             inner = around.cheap(GELU[self.activation], up)
-        return linear(inner, [self.down], self.seam.leaving, self.queue)[0]
+        return linear(inner, [self.down], self.seam.leaving, self.queue, around.turns)[0]
 
 
 class Block(nn.Module):
     """One transformer layer, pre-norm, with two residual additions."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
         super().__init__()
-        self.layer, self.dropout = layer, spec.dropout
+        self.dropout = spec.dropout
         self.norm1 = _norm(spec)
-        self.attention = Attention(spec, queue, layer)
+        self.attention = Attention(spec, queue)
         self.norm2 = _norm(spec)
         self.mlp = MLP(spec, queue)
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
+        if "half_microbatches" in self.mlp.seam.overlap and x_SBD.shape[1] % 2 == 0:
+            return self._in_halves(x_SBD, around)
         attended = self.attention(around.cheap(self.norm1, x_SBD), around)
         x_SBD = x_SBD + self._dropped(attended, around, "attention")
         out: Tensor = x_SBD + self._dropped(self.mlp(around.cheap(self.norm2, x_SBD), around), around, "mlp")
         return out
 
-    def _dropped(self, x_SBD: Tensor, around: Surroundings, site: str) -> Tensor:
+    def _in_halves(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
+        """The same for two halves of the sequences in turn, each computed while what the other made is summed."""
+        turns, middle = Turns(), x_SBD.shape[1] // 2
+        parts = slice(0, middle), slice(middle, None)
+        halves = [(x_SBD[:, at].contiguous(), around.half(at, turns)) for at in parts]
+        left = [self.attention(near.cheap(self.norm1, x), near) for x, near in halves]
+        between = []
+        for (x, near), out in zip(halves, left, strict=True):
+            x = x + self._dropped(arrive(out, self.attention.seam, turns), near, "attention")
+            between.append((x, near, self.mlp(near.cheap(self.norm2, x), near)))
+        return torch.cat(
+            [x + self._dropped(arrive(out, self.mlp.seam, turns), near, "mlp") for x, near, out in between], 1
+        )
+
+    def _dropped(self, x_SBD: Tensor, around: Surroundings, site: Site) -> Tensor:
         if around.noise is None:
             return x_SBD
-        return around.noise.drop(x_SBD, self.dropout, self.layer, site, _first_row(x_SBD, self.mlp.seam))
+        return around.noise.drop(x_SBD, self.dropout, site, _first_row(x_SBD, self.mlp.seam))
 
 
 class Stage(nn.Module):
@@ -187,13 +216,14 @@ class Stage(nn.Module):
         self.parts: Parts | None = None
         self.gate = OPEN_GATE
         self.recompute: Recompute = "none"
+        self.compiled = False
         self.loss_chunk: int | None = None
         if stage.embedding or (stage.head and spec.tied):
             self.embedding = Table(spec.vocab, spec.hidden)
             self.embedding.shared = stage.embedding and stage.head and spec.tied
         if stage.embedding and spec.positions == "learned":
             self.position = Table(spec.context, spec.hidden)
-        self.layers = nn.ModuleDict({str(i): Block(spec, self.queue, i) for i in stage.layers})
+        self.layers = nn.ModuleDict({str(i): Block(spec, self.queue) for i in stage.layers})
         if stage.head:
             self.final_norm = _norm(spec)
             if not spec.tied:
@@ -203,6 +233,12 @@ class Stage(nn.Module):
     def blocks(self) -> list[Block]:
         """The transformer layers of this stage, in order."""
         return [block for block in self.layers.values() if isinstance(block, Block)]
+
+    def compile_blocks(self, backend: str, *, split: bool) -> None:
+        """Compile every block, whole unless weight gradients are put off (`split`), which goes on between its parts."""
+        self.compiled, self.queue.split = True, split
+        for block in self.blocks():
+            block.compile(fullgraph=not split, dynamic=False, backend=backend)
 
     @property
     def head_table(self) -> Table:
@@ -227,7 +263,7 @@ class Stage(nn.Module):
         if noise is not None and not (self.spec.dropout or self.spec.attention_dropout):
             noise = None
         if noise is not None and self.parts is not None:
-            noise = replace(noise, held=self.parts.places(len(positions_SB)))
+            noise = replace(noise, places_S=self.parts.places_of(len(positions_SB), positions_SB.device))
         if self.stage.embedding:
             with self.gate.forward_only("embedding"):
                 x = self._embed(x, positions_SB, noise)
@@ -235,8 +271,9 @@ class Stage(nn.Module):
         if self.inverse is not None and self.stage.layers:
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
-        around = Surroundings(rotation=rotation, noise=noise, **self._seen(positions_SB, documents_BS))
+        seen = self._seen(positions_SB, documents_BS)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
+            around = Surroundings(rotation=rotation, noise=None if noise is None else noise.of(layer), **seen)
             x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
         if self.stage.head:
             x = self.final_norm(self.gate.enter("head", x))
@@ -272,6 +309,9 @@ class Stage(nn.Module):
             return full(block, x_SBD, around)
         if self.recompute == "none":
             return cast(Tensor, block(x_SBD, around))
+        if self.compiled:
+            # A compiler knows a checkpoint: what is cheap lies in small ones, and is made again wherever it is needed.
+            return cast(Tensor, block(x_SBD, replace(around, cheap=full)))
         cookbook = Cookbook()
         with cookbook.open():
             return cast(Tensor, block(x_SBD, replace(around, cheap=cookbook.cheap)))
@@ -284,7 +324,7 @@ class Stage(nn.Module):
                 positions_SB = seam.group.part(positions_SB)
             x = x + F.embedding(positions_SB, self.position.weight)
         if noise is not None:
-            x = noise.drop(x, self.spec.dropout, -1, "embedding", _first_row(x, seam))
+            x = noise.of(-1).drop(x, self.spec.dropout, "embedding", _first_row(x, seam))
         return x
 
 

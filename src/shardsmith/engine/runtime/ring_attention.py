@@ -19,8 +19,8 @@ from shardsmith.engine.runtime.block_attention import Seen, attend, attend_backw
 from shardsmith.engine.runtime.group import Arriving, Group
 from shardsmith.engine.runtime.key_blocks import Block, Blocks
 
-Keep = Callable[[Block, int], Tensor]
-"""Dropout factors [B, H / U, rows, keys] of a block against the keys of a rank of the ring."""
+Keep = Callable[[Block, int, Tensor], Tensor]
+"""Dropout factors [B, H / U, rows, keys] of a block, against the keys of a rank of the ring, for its queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,8 @@ class Ring:
 
     def _attend(self, q: Tensor, keys_values: Tensor, block: Block, source: int) -> tuple[Tensor, Tensor]:
         k, v = keys_values[:, :, :, block.keys]
-        return attend(q[:, :, block.rows], k, v, self._seen(block, source, q.device), self.scale)
+        q = q[:, :, block.rows]
+        return attend(q, k, v, self._seen(block, source, q), self.scale)
 
     def _backward(self, saved: tuple[Tensor, ...], keys_values: Tensor, grad_q: Tensor, source: int) -> Tensor:
         """Gradients of the keys and values of `source`; those of the queries are added to `grad_q`."""
@@ -134,14 +135,14 @@ class Ring:
         for block in self.blocks[source]:
             grad, q, out, lse = (x[:, :, block.rows] for x in saved)
             k, v = keys_values[:, :, :, block.keys]
-            more = attend_backward(grad, q, k, v, out, lse, self._seen(block, source, q.device), self.scale)
+            more = attend_backward(grad, q, k, v, out, lse, self._seen(block, source, q), self.scale)
             for total, part in zip((grad_q[:, :, block.rows], *found[:, :, :, block.keys]), more, strict=True):
                 total.add_(part)
         return found
 
-    def _seen(self, block: Block, source: int, device: torch.device) -> Seen:
-        keep = None if self.keep is None else self.keep(block, source)
-        return Seen(causal=block.kind == "causal", mask=block.mask(device), keep=keep)
+    def _seen(self, block: Block, source: int, q: Tensor) -> Seen:
+        keep = None if self.keep is None else self.keep(block, source, q)
+        return Seen(causal=block.kind == "causal", mask=block.mask(q.device), keep=keep)
 
 
 def heads_first(x: Tensor) -> Tensor:

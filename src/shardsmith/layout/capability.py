@@ -6,7 +6,6 @@ Whoever builds one of these removes its row.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from shardsmith.errors import Code, Fault
 from shardsmith.plan.setup import Setup
@@ -18,24 +17,13 @@ NOT_BUILT = Code(
     title="not built yet",
     because="the engine cannot do what this field asks for, and ignoring it would train another plan than this",
 )
-PLAN_FIELDS: dict[str, tuple[Any, str]] = {
-    "context": (1, "splitting the sequence of attention over ranks"),
-    "ulysses": (1, "exchanging heads for sequence in attention"),
-}
-"""Plan fields of which only one value is built: that value, and what any other would be."""
-
-
 MODEL_FIELDS = {"experts": "experts", "latent": "latent attention"}
 """Parts of a model that can be planned but not trained yet."""
 
 
 def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
     """Fields that ask for what is not built: errors before a run, warnings where a plan is only thought about."""
-    plan, faults = setup.plan, []
-    for key, (built, what) in PLAN_FIELDS.items():
-        if getattr(plan, key) != built:
-            hint = f"leave {key} out" if built in (None, ()) else f"{key} = {str(built).lower()}"
-            faults.append(NOT_BUILT.fault(f"{what} is not built yet", *setup.said(f"plan.{key}"), hint=hint))
+    faults = []
     for key, what in MODEL_FIELDS.items():
         if getattr(setup.model, key) is not None:
             message = f"training a model with {what} is not built yet"

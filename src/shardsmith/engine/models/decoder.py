@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue
 from shardsmith.engine.runtime.noise import Noise, Site
 from shardsmith.engine.runtime.overlapped import Turns
 from shardsmith.engine.runtime.recompute import Cookbook, full, plain
+from shardsmith.engine.runtime.sequence_parts import Dropped, Parts, View
 from shardsmith.engine.runtime.units import OPEN_GATE
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
 from shardsmith.engine.runtime.vocabulary_chunks import chunked_loss_sum
@@ -42,12 +43,14 @@ class Surroundings:
     """What a block needs beside its input.
 
     `rotation`: cosines and sines of the positions where they are rotary. `mask`: who attends to whom (see
-    `attention_mask`), None for plain causal attention. `noise`: dropout masks of the layer, None where nothing
-    is dropped. `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
+    `attention_mask`), None for plain causal attention. `view`: who attends to whom where the sequence is cut over
+    the context axis, None where it is whole. `noise`: dropout masks of the layer, None where nothing is dropped.
+    `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
     """
 
     rotation: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
+    view: View | None = None
     noise: Noise | None = None
     cheap: Callable[..., Tensor] = plain
     turns: Turns | None = None
@@ -61,7 +64,8 @@ class Surroundings:
             mask = mask[at]
         if noise is not None:
             noise = replace(noise, keys_B=noise.keys_B[at])
-        return replace(self, rotation=rotation, mask=mask, noise=noise, turns=turns)
+        view = None if self.view is None else self.view.of(at)
+        return replace(self, rotation=rotation, mask=mask, view=view, noise=noise, turns=turns)
 
 
 class Table(nn.Module):
@@ -102,16 +106,21 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if around.rotation is not None:
             q, k = rotate(q, *around.rotation), rotate(k, *around.rotation)
-        q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        if around.noise is not None and self.dropout:
-            out = self._dropping(q_BHSE, k_BHSE, v_BHSE, around.mask, around.noise)
+        if around.view is not None:
+            out = around.view.attend(q, k, v, self.head_dim**-0.5, self._dropped(around.noise, q.shape[2]))
         else:
-            grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
-            causal = around.mask is None
-            out = F.scaled_dot_product_attention(
-                q_BHSE, k_BHSE, v_BHSE, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped
-            )
-        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
+            out = self._attend(q, k, v, around)
+        return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
+
+    def _attend(self, q_SBHE: Tensor, k_SBHE: Tensor, v_SBHE: Tensor, around: Surroundings) -> Tensor:
+        """Attention where the whole sequence is on this rank, [S, B, H, E]."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q_SBHE, k_SBHE, v_SBHE))
+        if around.noise is not None and self.dropout:
+            out = self._dropping(q, k, v, around.mask, around.noise)
+        else:
+            grouped, causal = q.shape[1] != k.shape[1], around.mask is None
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped)
+        return out.permute(2, 0, 1, 3)
 
     def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
         """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
@@ -121,8 +130,16 @@ class Attention(nn.Module):
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         scores = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
         shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        first = self.seam.group.index * heads if self.seam.group is not None else 0
-        return noise.drop_probabilities(shares, self.dropout, first) @ v
+        return noise.drop_probabilities(shares, self.dropout, self._first_head(heads)) @ v
+
+    def _dropped(self, noise: Noise | None, heads: int) -> Dropped | None:
+        if noise is None or not self.dropout:
+            return None
+        return Dropped(noise=noise, first_head=self._first_head(heads), rate=self.dropout)
+
+    def _first_head(self, heads: int) -> int:
+        """The first of the `heads` query heads of this tensor rank."""
+        return self.seam.group.index * heads if self.seam.group is not None else 0
 
 
 class MLP(nn.Module):
@@ -196,6 +213,7 @@ class Stage(nn.Module):
         self.spec, self.stage = spec, stage
         self.queue = WeightQueue()
         self.embedding_seam = self.head_seam = OPEN
+        self.parts: Parts | None = None
         self.gate = OPEN_GATE
         self.recompute: Recompute = "none"
         self.compiled = False
@@ -238,11 +256,14 @@ class Stage(nn.Module):
 
         With `loss_chunk` the last stage stops short of its logits, and `loss_sum` makes them chunk by chunk.
         `positions_SB` are positions [S, B or 1] in each token's document, `documents_BS` says which that is
-        (None: a sequence is one document). Under sequence parallelism activations between blocks and stages
-        hold this rank's part of S; positions, documents and logits always hold all of S.
+        (None: a sequence is one document). With `parts` S is this rank's part of the sequence, but documents are
+        those of the whole. Under sequence parallelism activations between blocks and stages hold this rank's part
+        of S; positions and logits always hold all of S.
         """
         if noise is not None and not (self.spec.dropout or self.spec.attention_dropout):
             noise = None
+        if noise is not None and self.parts is not None:
+            noise = replace(noise, places_S=self.parts.places_of(len(positions_SB), positions_SB.device))
         if self.stage.embedding:
             with self.gate.forward_only("embedding"):
                 x = self._embed(x, positions_SB, noise)
@@ -250,11 +271,9 @@ class Stage(nn.Module):
         if self.inverse is not None and self.stage.layers:
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
-        mask = attention_mask(
-            len(positions_SB), device=positions_SB.device, documents_BS=documents_BS, window=self.spec.window
-        )
+        seen = self._seen(positions_SB, documents_BS)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
-            around = Surroundings(rotation=rotation, mask=mask, noise=None if noise is None else noise.of(layer))
+            around = Surroundings(rotation=rotation, noise=None if noise is None else noise.of(layer), **seen)
             x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
         if self.stage.head:
             x = self.final_norm(self.gate.enter("head", x))
@@ -276,6 +295,13 @@ class Stage(nn.Module):
             )
         group = self.head_seam.group if table.split else None
         return token_losses(left.flatten(0, 1), labels_SB.flatten(), table.first, group).sum()
+
+    def _seen(self, positions_SB: Tensor, documents_BS: Tensor | None) -> dict[str, Any]:
+        """Who attends to whom, for `Surroundings`."""
+        rows, window = len(positions_SB), self.spec.window
+        if self.parts is not None:
+            return {"view": self.parts.view(rows, documents_BS, window)}
+        return {"mask": attention_mask(rows, device=positions_SB.device, documents_BS=documents_BS, window=window)}
 
     def _run(self, block: Block, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """One block, its activations kept or not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from shardsmith.engine.dataset.batches import Batches, Synthetic, batches_of
+from shardsmith.engine.dataset.samples import Source
 from shardsmith.engine.parity.reference import Arrays, Record, run_reference
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.train.step import DTYPES, Trainer
@@ -121,10 +123,33 @@ def certify(
     unevenly over sequences; `packed` puts several documents into each. Ranks are forked: the caller must not
     have run any torch operation.
     """
-    (reference,) = run_forked(_reference, 1, setup, steps, seed, packed, timeout_s=timeout_s)
-    parts = run_forked(_rank, setup.plan.world, setup, steps, seed, packed, timeout_s=timeout_s)
-    found = _assemble(setup, parts)
-    return compare(setup, asked or setup, reference, found, seed=seed)
+    case = Case(setup=setup, steps=steps, seed=seed, packed=packed)
+    (certificate,) = certify_together([case], timeout_s=timeout_s)
+    return replace(certificate, asked=asked or setup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan to certify; `source` holds the samples to train on, where they are not the synthetic ones."""
+
+    setup: Setup
+    steps: int
+    seed: int = 0
+    packed: bool = False
+    source: Source | None = None
+
+
+def certify_together(cases: Sequence[Case], *, timeout_s: float) -> list[Certificate]:
+    """`certify` for plans of equal world, one after another in the same processes."""
+    world = cases[0].setup.plan.world
+    assert all(case.setup.plan.world == world for case in cases), "plans that run together have equally many ranks"
+    (references,) = run_forked(_references, 1, cases, timeout_s=timeout_s)
+    by_rank = run_forked(_parts, world, cases, timeout_s=timeout_s)
+    found = [_assemble(case.setup, list(parts)) for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True)]
+    return [
+        compare(case.setup, case.setup, reference, record, seed=case.seed)
+        for case, reference, record in zip(cases, references, found, strict=True)
+    ]
 
 
 def compare(setup: Setup, asked: Setup, reference: Record, found: Record, *, seed: int = 0) -> Certificate:
@@ -160,16 +185,23 @@ def _worst(found: tuple[float, ...], reference: tuple[float, ...]) -> float:
     return max(abs(f - r) / abs(r) for f, r in zip(found, reference, strict=True))
 
 
-def _batches(setup: Setup, seed: int, packed: bool) -> Batches:
-    seq_len = setup.workload.seq_len
-    source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=seq_len, ignored=0.5, packed=packed)
+def _batches(case: Case) -> Batches:
+    setup, seed, source = case.setup, case.seed, case.source
+    if source is None:
+        seq_len = setup.workload.seq_len
+        source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=seq_len, ignored=0.5, packed=case.packed)
     return batches_of(source, seed=seed, setup=setup)
 
 
-def _reference(setup: Setup, steps: int, seed: int, packed: bool) -> Record:
-    alone = replace(setup, plan=Plan(microbatch=1))
-    batches = [_batches(alone, seed, packed).batch(step, 0) for step in range(steps)]
-    return run_reference(setup.model, batches, SGD, seed=seed, dtype=DTYPES[setup.workload.dtype])
+def _references(cases: Sequence[Case]) -> list[Record]:
+    return [_reference(case) for case in cases]
+
+
+def _reference(case: Case) -> Record:
+    alone = replace(case, setup=replace(case.setup, plan=Plan(microbatch=1)))
+    batches = [_batches(alone).batch(step, 0) for step in range(case.steps)]
+    model, dtype = case.setup.model, DTYPES[case.setup.workload.dtype]
+    return run_reference(model, batches, SGD, seed=case.seed, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +212,17 @@ class _Part:
     values: dict[str, tuple[tuple[int, ...], Any]]
 
 
-def _rank(setup: Setup, steps: int, seed: int, packed: bool) -> _Part:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    trainer = Trainer(setup, SGD, rank=rank, seed=seed, device=torch.device("cpu"), compile_backend=COMPILE_BACKEND)
-    batches = _batches(setup, seed, packed)
+def _parts(cases: Sequence[Case]) -> list[_Part]:
+    return [_part(case) for case in cases]
+
+
+def _part(case: Case) -> _Part:
+    rank, cpu = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0, torch.device("cpu")
+    trainer = Trainer(case.setup, SGD, rank=rank, seed=case.seed, device=cpu, compile_backend=COMPILE_BACKEND)
+    batches = _batches(case)
     results = []
     gradients: dict[str, tuple[tuple[int, ...], Any]] = {}
-    for step in range(steps):
+    for step in range(case.steps):
         results.append(trainer.step(batches.batch(step, trainer.data_index)))
         gradients = gradients or _owned(trainer, gradients=True)
     return _Part(

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.initialise import materialise
+from shardsmith.engine.parallel import context as context_axis
 from shardsmith.engine.parallel import tensor as tensor_axis
 from shardsmith.engine.parallel.data import DataParallel, DataSettings
 from shardsmith.engine.parallel.pipeline import Wire
 from shardsmith.engine.runtime.groups import Groups, make_groups
 from shardsmith.engine.runtime.interpreter import Interpreter
 from shardsmith.engine.runtime.recorder import Recorder
+from shardsmith.engine.runtime.sequence_parts import Parts
 from shardsmith.engine.runtime.units import Gate, Unit
 from shardsmith.engine.train.norm import clip_factor, largest_entry, squared_norm
 from shardsmith.engine.train.optimizer import make_optimizer
@@ -99,7 +101,16 @@ class Trainer:
         self._every = stages(setup.plan, setup.model)
         ends = (self._every[0].rank, self._every[-1].rank)
         copies = kv_copies(setup.plan, setup.model)
-        self.groups: Groups = make_groups(mesh, rank, self.recorder, ends=ends, kv_copies=copies, timeout_s=timeout_s)
+        self.groups: Groups = make_groups(
+            mesh,
+            rank,
+            self.recorder,
+            ends=ends,
+            kv_copies=copies,
+            ulysses=setup.plan.ulysses,
+            timeout_s=timeout_s,
+        )
+        self.parts = Parts(ring=self.groups.ring, ulysses=self.groups.ulysses)
         self.weights: dict[str, Weight] = {}
         self.shards: dict[str, Shard] = {}
         self._drawn: dict[str, Tensor] = {}
@@ -145,9 +156,9 @@ class Trainer:
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the one that counts, saves or reports its rows of `name` (replicas: the first)."""
-        if self.coord.replicate or self.coord.context:
+        if self.coord.replicate:
             return False
-        if self.coord.shard and self.setup.plan.zero == 0:
+        if (self.coord.shard or self.coord.context) and self.setup.plan.zero == 0:
             return False
         if (self.shards[name].tensor_dim is None and self.coord.tensor) or self.shards[name].copy:
             return False
@@ -159,7 +170,7 @@ class Trainer:
         whole = self.setup.plan.zero < 3
         stored = {n: p for d in self._all_data() for n, p in d.stored.items()}
         compared: Mapping[str, Tensor] = every if whole else stored
-        check_replicas(compared, self.groups.data if whole else self.groups.replicate, "data-parallel replicas")
+        check_replicas(compared, self.groups.gradient if whole else self.groups.replicate, "data-parallel replicas")
         replicated = {name: p for name, p in compared.items() if self.shards[name].tensor_dim is None}
         check_replicas(replicated, self.groups.tensor, "parameters replicated over the tensor axis")
         copied = {name: p for name, p in compared.items() if self.shards[name].copy is not None}
@@ -182,7 +193,9 @@ class Trainer:
             data.begin()
         self.work.step = self.steps_taken
         self.steps_taken += 1
-        self.work.begin(microbatches, self._global_tokens(microbatches), self.scaler.scale)
+        tokens = self._global_tokens(microbatches)
+        microbatches = [context_axis.split(m, self.parts) for m in microbatches]
+        self.work.begin(microbatches, tokens, self.scaler.scale)
         self.interpreter.run(self.work, self.wire)
         self._reduce_gradients()
         result = self._summarise(microbatches)
@@ -192,10 +205,11 @@ class Trainer:
         return result
 
     def evaluate(self, microbatches: list[Microbatch]) -> tuple[float, int]:
-        """Sum of the losses and number of targets of this rank's `microbatches`, by forward passes alone.
+        """Sum of the losses and number of targets of this rank's part of `microbatches`, by forward passes alone.
 
-        (0, 0) on all ranks but one of each data rank, so that sums over the world count everything once.
+        (0, 0) on all ranks but one of those with the same part, so that sums over the world count everything once.
         """
+        microbatches = [context_axis.split(m, self.parts) for m in microbatches]
         self.work.begin(microbatches, 1.0, training=False)
         self.forward_interpreter.run(self.work, self.forward_wire)
         return self._counted(microbatches)
@@ -211,6 +225,7 @@ class Trainer:
         tensor_axis.attach(
             module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap
         )
+        context_axis.attach(module, self.parts)
         module.recompute, module.loss_chunk = plan.recompute, plan.loss_chunk
         self.weights.update({w.name: w for w in weights})
         self.shards.update(shards)
@@ -251,7 +266,7 @@ class Trainer:
         level = plan.zero
         return DataSettings(
             shard=self.groups.shard if level else self.groups.alone,
-            replicate=self.groups.replicate if level else self.groups.data,
+            replicate=self.groups.replicate if level else self.groups.gradient,
             level=level,
             stream=streams_gradients(plan),
             bucket_mb=plan.bucket_mb,
@@ -305,7 +320,7 @@ class Trainer:
         return (length, sequences, self.setup.model.hidden)
 
     def _global_tokens(self, microbatches: list[Microbatch]) -> float:
-        """Valid tokens of the step over all data ranks; only the last stage needs, and asks for, the number."""
+        """Valid tokens of the step over all data ranks, of whole sequences; only the last stage asks for the number."""
         if not any(s.stage.head for s in self.stages.values()):
             return 1.0
         count = torch.tensor(float(_valid_tokens(microbatches)), dtype=torch.float64, device=self.device)
@@ -345,7 +360,7 @@ class Trainer:
 
     def _counted(self, microbatches: list[Microbatch]) -> tuple[float, int]:
         """Losses and targets that this rank has to report; (0, 0) where another rank reports them."""
-        if not self.work.loss_sums or self.coord.tensor or self.coord.context:
+        if not self.work.loss_sums or self.coord.tensor:
             return 0.0, 0
         loss = torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum()
         return float(loss), _valid_tokens(microbatches)

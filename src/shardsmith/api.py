@@ -261,19 +261,24 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The `folder` of a run, and whether it was asked to end (SIGTERM) before its last step."""
+    """The `folder` of a run, the step at which it began now, and whether it was asked to end (SIGTERM) early.
+
+    `rank` is the one that a launcher made of this process (0 where none did).
+    """
 
     folder: Path
+    first: int
     preempted: bool
+    rank: int = 0
 
 
 def train(job: Job, *, pace: str | None = None) -> Trained:
     """Train as `job` says, on local ranks or as the rank that a launcher made of this process.
 
     `pace` such as `F=20,I=20,W=20` pads every action to that many milliseconds (a B is I + W).
-    In the run's folder are metrics.jsonl, TensorBoard events, model.safetensors, and where a step was
-    recorded its timeline as JSON, Perfetto trace and picture. Raises `Refused` before anything starts,
-    `RankFailed` with a rank's own error.
+    It goes on from a checkpoint, or begins with the weights of `run.init` or with random ones, as `run` says. In the
+    run's folder are metrics.jsonl, TensorBoard events, model.safetensors, and where a step was recorded its timeline
+    as JSON, Perfetto trace and picture. Raises `Refused` before anything starts, `RankFailed` with a rank's own error.
     """
     from shardsmith.specs.job_rules import job_faults
     from shardsmith.specs.run_rules import run_faults
@@ -286,15 +291,20 @@ def train(job: Job, *, pace: str | None = None) -> Trained:
     from shardsmith.engine.runtime import environment
 
     setup, folder = job.setup, Path(job.run.folder)
-    environment.require_world(environment.detect(), setup.plan.world)
-    open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    here = environment.detect()
+    environment.require_world(here, setup.plan.world)
+    data = open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    from shardsmith.engine.train.beginning import decide
+
+    decide(job, data.train)
     from shardsmith.engine.train.launch import launch
     from shardsmith.engine.train.loop import train_rank
 
     world, timeout_s = setup.plan.world, job.run.timeout_s
-    preempted = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
-    _draw(folder)
-    return Trained(folder=folder, preempted=preempted)
+    ended = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
+    if here.rank == 0:
+        _draw(folder, f"Step {job.run.timeline_step} of {setup.model.name}: {setup.plan or 'one rank'}")
+    return Trained(folder=folder, first=ended.first, preempted=ended.preempted, rank=here.rank)
 
 
 def convert(source: str | Path, target: str | Path) -> Converted:
@@ -309,14 +319,14 @@ def convert(source: str | Path, target: str | Path) -> Converted:
     return convert(Path(source), Path(target))
 
 
-def _draw(folder: Path) -> None:
+def _draw(folder: Path, title: str) -> None:
     """The picture of a run's recorded timeline, if one was recorded."""
     from shardsmith.design.reports.timeline_picture import draw_timeline
     from shardsmith.timeline import Timeline
 
     if (folder / "timeline.json").exists():
         timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
-        draw_timeline(timeline, folder / "timeline.png")
+        draw_timeline(timeline, folder / "timeline.png", title=title)
 
 
 def _require_sound(setup: Setup) -> None:
@@ -395,7 +405,7 @@ def demo(out: str | Path = "demo-run", *, steps: int = 250, say: Callable[[str],
         setup=setup,
         data=Data(path=str(text)),
         optimisation=Optimisation(lr=3e-3),
-        run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0),
+        run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0, overwrite=True),
     )
     (folder / "job.toml").write_text(dumps(job))
     say(f"2. training {setup.model.name} on {setup.plan.world} ranks: {setup.plan}")

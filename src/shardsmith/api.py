@@ -229,6 +229,12 @@ TOO_MANY_RANKS = Code(
     title="too many ranks to verify on one machine",
     because=f"verify forks every rank of the plan's world here, up to {MOST_VERIFIED_RANKS}",
 )
+TOO_NARROW = Code(
+    code="X204",
+    title="dtype too narrow to prove a plan in",
+    because="sums in another order differ by the rounding of the dtype, and that of 16 bits is as large as an error "
+    "in a gradient: equal and unequal could not be told apart",
+)
 TOO_LARGE = Code(
     code="X203",
     title="model too large to verify on one machine",
@@ -242,11 +248,12 @@ def verify(
     """The parity certificate: the plan on its real ranks against one process; see `engine.parity`.
 
     Runs the plan's true degrees up to 16 ranks; `shrunk` proves a small model under the same kind of plan;
-    `packed` puts several documents into each sequence.
+    `packed` puts several documents into each sequence. Computed is in float64 or float32: a setup in a narrower
+    dtype is proven in float32, unless that dtype was asked of this very call (X204).
     Raises `Refused` with everything that forbids running the plan.
     """
     _require_sound(setup)
-    asked = setup
+    asked, setup = setup, _wide_enough(setup)
     if shrunk:
         from shardsmith.plan.shrink import shrink
 
@@ -333,6 +340,20 @@ def _require_sound(setup: Setup) -> None:
     from shardsmith.layout.check import check
 
     raise_errors(check(setup, running=True))
+
+
+def _wide_enough(setup: Setup) -> Setup:
+    """`setup` computed in float32 where it says something narrower, whose rounding would hide what differs."""
+    if setup.workload.dtype in ("float64", "float32"):
+        return setup
+    if setup.origin("workload.dtype").startswith("--"):
+        raise TOO_NARROW.refuse(
+            f"a plan cannot be proven in {setup.workload.dtype}",
+            *setup.said("workload.dtype"),
+            hint="--dtype float64 (equal to 1e-10) or float32 (2e-5): the plan computes the same in every dtype",
+        )
+    narrow = {key: None for key in ("param_dtype", "grad_dtype", "reduce_dtype", "optimizer_dtype")}
+    return replace(setup.with_plan(**narrow), workload=replace(setup.workload, dtype="float32"))
 
 
 def _require_torch(verb: str) -> None:

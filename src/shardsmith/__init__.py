@@ -3,7 +3,20 @@
 The verbs of the command line as functions. Importing this imports no torch; verbs that run a model do when called.
 """
 
-from shardsmith.api import check, convert, demo, explain, prepare, serve, simulate, study, train, validate, verify
+from shardsmith.api import (
+    check,
+    convert,
+    demo,
+    explain,
+    prepare,
+    serve,
+    simulate,
+    solve,
+    study,
+    train,
+    validate,
+    verify,
+)
 from shardsmith.errors import Fault, Refused
 from shardsmith.plan.file import loads, make_setup, parse_plan_line, read_job, read_setup
 from shardsmith.plan.plan import Plan
@@ -42,6 +55,7 @@ __all__ = [
     "read_setup",
     "serve",
     "simulate",
+    "solve",
     "study",
     "train",
     "validate",

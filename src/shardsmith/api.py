@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardsmith.layout.check import Checked
     from shardsmith.plan.setup import Job, Setup
     from shardsmith.schedule.ir import Kind
+    from shardsmith.schedule.solve import Solved
     from shardsmith.schedule.study import Study
     from shardsmith.specs.cluster import ClusterSpec
     from shardsmith.specs.model import ModelSpec
@@ -137,6 +138,42 @@ def study(
         microbatches=microbatches,
         stages_per_rank=stages_per_rank,
         times=times,
+    )
+
+
+def solve(
+    stage_times: str | None,
+    *,
+    pipeline: int | None,
+    microbatches: int | None,
+    times: str | None = None,
+    live: int | None = None,
+    deferred: int | None = None,
+    effort: float = 20.0,
+) -> Solved:
+    """The shortest pipeline order for stages of different cost under a memory cap, by a constraint solver.
+
+    `stage_times` such as `1,1,1,1.5` are factors on `times` (`F=1,I=1,W=1`), a stage each, placed in a loop over the
+    ranks. `live` and `deferred` cap what a rank holds, in microbatches of one stage. Raises `Refused`.
+    """
+    from shardsmith.schedule.rules import UNSTATED
+    from shardsmith.schedule.solve import parse_stage_times, solve
+    from shardsmith.schedule.study import parse_times
+
+    stated = {"pipeline": pipeline, "microbatches": microbatches, "stage times": stage_times}
+    missing = [key for key, value in stated.items() if value is None]
+    if pipeline is None or microbatches is None or stage_times is None:
+        hint = "--pipeline 4 --microbatches 8 --stage-times 1,1,1,1.5"
+        raise UNSTATED.refuse(f"{' and '.join(missing)} not stated", ("asked", "schedule = solved"), hint=hint)
+    lengths = parse_times(times or "F=1,I=1,W=1")
+    return solve(
+        parse_stage_times(stage_times),
+        pipeline=pipeline,
+        microbatches=microbatches,
+        shares=(lengths.F, lengths.I, lengths.W),
+        live=live,
+        deferred=deferred,
+        effort=effort,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import click
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -15,6 +16,7 @@ from shardsmith.cli.common import Answer, verb
 from shardsmith.schedule.closed_form import ClosedForm
 from shardsmith.schedule.grid import GOES_ON, IDLE, Drawing
 from shardsmith.schedule.play import weight_versions
+from shardsmith.schedule.solve import Solved
 from shardsmith.schedule.study import Study
 
 COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow", IDLE: "dim"}
@@ -28,23 +30,67 @@ COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W
     "--stages-per-rank", type=int, help="Stages v that each rank holds; the schedule's own number if left out."
 )
 @click.option("--times", help="Lengths per microbatch and rank: F=1,I=1,W=1 (the default), or F=1,B=2 with B = I + W.")
+@click.option("--stage-times", help="solved: a factor on the lengths for each stage, such as 1,1,1,1.5.")
+@click.option("--live", type=int, help="solved: most microbatches that a rank holds between F and I, per stage.")
+@click.option("--deferred", type=int, help="solved: most microbatches that a rank holds between I and W, per stage.")
+@click.option("--effort", type=float, default=20.0, help="solved: how long to search, in about seconds.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the grid to this file.")
 @verb
 def command(
-    name: str, pipeline: int | None, microbatches: int | None, stages_per_rank: int | None, times: str | None
+    name: str,
+    pipeline: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    times: str | None,
+    stage_times: str | None,
+    live: int | None,
+    deferred: int | None,
+    effort: float,
+    out: Path | None,
 ) -> Answer:
     """Show pipeline schedule NAME: grid, bubble, live microbatches, closed form.
 
-    NAME is a schedule (gpipe, one_f_one_b, interleaved) or file:PATH. A file holds a row per rank and a
+    NAME is a schedule (gpipe, one_f_one_b, interleaved, looped_bfs, zb_h1, zb_v, dualpipe_v, pipedream),
+    file:PATH, or solved. A file holds a row per rank and a
     cell per slot: F0 (forward of microbatch 0), B0, I0, W0, F2.0 (stage.microbatch), "." idle, "=" goes
-    on. It is checked, and the first impossible action is named.
+    on. It is checked, and the first impossible action is named. `solved` is made to measure: the shortest
+    order for --stage-times under the caps --live and --deferred, for `--plan schedule=file:PATH` once it is
+    written with --out.
     """
-    study = api.study(name, pipeline=pipeline, microbatches=microbatches, stages_per_rank=stages_per_rank, times=times)
+    solved = None
+    if name == "solved":
+        solved = api.solve(
+            stage_times,
+            pipeline=pipeline,
+            microbatches=microbatches,
+            times=times,
+            live=live,
+            deferred=deferred,
+            effort=effort,
+        )
+        study = solved.study
+    else:
+        study = api.study(
+            name, pipeline=pipeline, microbatches=microbatches, stages_per_rank=stages_per_rank, times=times
+        )
+    if out is not None:
+        out.write_text(f"# {_title(study)}\n{study.drawing().text()}\n", encoding="utf-8")
     drawing = study.drawing()
     scale = "not to scale" if drawing.column is None else f"one column = {float(drawing.column):g}"
     show: tuple[RenderableType, ...] = (_title(study), Folded(drawing), f"({scale})", _numbers(study), _peaks(study))
     if study.order.asynchronous:
         show = (*show, _weights(study))
+    if solved is not None:
+        return Answer(data=solved.as_json(), show=(*show, _quality(solved)))
     return Answer(data=study.as_json(), show=show)
+
+
+def _quality(solved: Solved) -> str:
+    best = "no named schedule fits" if solved.named is None else f"{solved.named}: {solved.named_slots}"
+    bound = "no order is shorter" if solved.proven else f"no order is shorter than {solved.bound}"
+    return (
+        f"step of {int(solved.played.step_time)} slots of {float(solved.unit):g}; {bound}; best named schedule {best}"
+    )
 
 
 def _title(study: Study) -> str:

@@ -52,6 +52,12 @@ ASYNCHRONOUS = Code(
     "change: the run would not compute what one device computes; such schedules are only simulated",
 )
 
+SMALL_GROUP = Code(
+    code="S015",
+    title="groups of fewer microbatches than ranks",
+    because="while a group goes round the loop of stages, every rank needs one of its microbatches to work on",
+)
+
 WRONG_RANK = Code(
     code="S010",
     title="action on a rank that does not hold its stage",

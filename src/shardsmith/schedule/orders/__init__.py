@@ -53,7 +53,7 @@ def asynchronous_names() -> tuple[str, ...]:
 
 
 def load(name: str) -> Schedule:
-    """The schedule called `name`, or the one in a grid file for `file:PATH`.
+    """The schedule called `name`, `interleaved:G` in groups of G, or the one in a grid file for `file:PATH`.
 
     Raises `Refused`: S001 with close matches for an unknown name; F301, F302 or the S codes of the
     legality check for a grid file that cannot be read or is not legal.
@@ -64,6 +64,11 @@ def load(name: str) -> Schedule:
         return GridFile.read(name.removeprefix(FILE_PREFIX))
     if name in asynchronous_names():
         return cast(Schedule, import_module(f"{asynchronous.__name__}.{name}"))
+    base, colon, group = name.partition(":")
+    if base == "interleaved" and colon and group.isascii() and group.isdigit():
+        from shardsmith.schedule.orders.interleaved import Grouped
+
+        return Grouped(group=int(group))
     if name not in names():
         spelled = name.lower().replace("-", "_").replace("1", "one_")
         close = difflib.get_close_matches(spelled, (*names(), *asynchronous_names()), n=2, cutoff=0.4)

@@ -324,6 +324,12 @@ TOO_MANY_RANKS = Code(
     title="too many ranks to verify on one machine",
     because=f"verify forks every rank of the plan's world here, up to {MOST_VERIFIED_RANKS}",
 )
+TOO_NARROW = Code(
+    code="X204",
+    title="dtype too narrow to prove a plan in",
+    because="sums in another order differ by the rounding of the dtype, and that of 16 bits is as large as an error "
+    "in a gradient: equal and unequal could not be told apart",
+)
 TOO_LARGE = Code(
     code="X203",
     title="model too large to verify on one machine",
@@ -337,11 +343,12 @@ def verify(
     """The parity certificate: the plan on its real ranks against one process; see `engine.parity`.
 
     Runs the plan's true degrees up to 16 ranks; `shrunk` proves a small model under the same kind of plan;
-    `packed` puts several documents into each sequence.
+    `packed` puts several documents into each sequence. Computed is in float64 or float32: a setup in a narrower
+    dtype is proven in float32, unless that dtype was asked of this very call (X204).
     Raises `Refused` with everything that forbids running the plan.
     """
     _require_sound(setup)
-    asked = setup
+    asked, setup = setup, _wide_enough(setup)
     if shrunk:
         from shardsmith.plan.shrink import shrink
 
@@ -356,19 +363,24 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The `folder` of a run, and whether it was asked to end (SIGTERM) before its last step."""
+    """The `folder` of a run, the step at which it began now, and whether it was asked to end (SIGTERM) early.
+
+    `rank` is the one that a launcher made of this process (0 where none did).
+    """
 
     folder: Path
+    first: int
     preempted: bool
+    rank: int = 0
 
 
 def train(job: Job, *, pace: str | None = None) -> Trained:
     """Train as `job` says, on local ranks or as the rank that a launcher made of this process.
 
     `pace` such as `F=20,I=20,W=20` pads every action to that many milliseconds (a B is I + W).
-    In the run's folder are metrics.jsonl, TensorBoard events, model.safetensors, and where a step was
-    recorded its timeline as JSON, Perfetto trace and picture. Raises `Refused` before anything starts,
-    `RankFailed` with a rank's own error.
+    It goes on from a checkpoint, or begins with the weights of `run.init` or with random ones, as `run` says. In the
+    run's folder are metrics.jsonl, TensorBoard events, model.safetensors, and where a step was recorded its timeline
+    as JSON, Perfetto trace and picture. Raises `Refused` before anything starts, `RankFailed` with a rank's own error.
     """
     from shardsmith.specs.job_rules import job_faults
     from shardsmith.specs.run_rules import run_faults
@@ -381,15 +393,20 @@ def train(job: Job, *, pace: str | None = None) -> Trained:
     from shardsmith.engine.runtime import environment
 
     setup, folder = job.setup, Path(job.run.folder)
-    environment.require_world(environment.detect(), setup.plan.world)
-    open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    here = environment.detect()
+    environment.require_world(here, setup.plan.world)
+    data = open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    from shardsmith.engine.train.beginning import decide
+
+    decide(job, data.train)
     from shardsmith.engine.train.launch import launch
     from shardsmith.engine.train.loop import train_rank
 
     world, timeout_s = setup.plan.world, job.run.timeout_s
-    preempted = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
-    _draw(folder)
-    return Trained(folder=folder, preempted=preempted)
+    ended = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
+    if here.rank == 0:
+        _draw(folder, f"Step {job.run.timeline_step} of {setup.model.name}: {setup.plan or 'one rank'}")
+    return Trained(folder=folder, first=ended.first, preempted=ended.preempted, rank=here.rank)
 
 
 def convert(source: str | Path, target: str | Path) -> Converted:
@@ -404,20 +421,34 @@ def convert(source: str | Path, target: str | Path) -> Converted:
     return convert(Path(source), Path(target))
 
 
-def _draw(folder: Path) -> None:
+def _draw(folder: Path, title: str) -> None:
     """The picture of a run's recorded timeline, if one was recorded."""
     from shardsmith.design.reports.timeline_picture import draw_timeline
     from shardsmith.timeline import Timeline
 
     if (folder / "timeline.json").exists():
         timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
-        draw_timeline(timeline, folder / "timeline.png")
+        draw_timeline(timeline, folder / "timeline.png", title=title)
 
 
 def _require_sound(setup: Setup) -> None:
     from shardsmith.layout.check import check
 
     raise_errors(check(setup, running=True))
+
+
+def _wide_enough(setup: Setup) -> Setup:
+    """`setup` computed in float32 where it says something narrower, whose rounding would hide what differs."""
+    if setup.workload.dtype in ("float64", "float32"):
+        return setup
+    if setup.origin("workload.dtype").startswith("--"):
+        raise TOO_NARROW.refuse(
+            f"a plan cannot be proven in {setup.workload.dtype}",
+            *setup.said("workload.dtype"),
+            hint="--dtype float64 (equal to 1e-10) or float32 (2e-5): the plan computes the same in every dtype",
+        )
+    narrow = {key: None for key in ("param_dtype", "grad_dtype", "reduce_dtype", "optimizer_dtype")}
+    return replace(setup.with_plan(**narrow), workload=replace(setup.workload, dtype="float32"))
 
 
 def _require_torch(verb: str) -> None:
@@ -490,7 +521,7 @@ def demo(out: str | Path = "demo-run", *, steps: int = 250, say: Callable[[str],
         setup=setup,
         data=Data(path=str(text)),
         optimisation=Optimisation(lr=3e-3),
-        run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0),
+        run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0, overwrite=True),
     )
     (folder / "job.toml").write_text(dumps(job))
     say(f"2. training {setup.model.name} on {setup.plan.world} ranks: {setup.plan}")

@@ -26,6 +26,11 @@ COMPILED_DROPOUT = Code(
     title="compile with dropout",
     because="dropout masks are named and drawn in Python, which a block compiled whole cannot call",
 )
+COMPILED_EXPERTS = Code(
+    code="X106",
+    title="compile with experts or latent attention",
+    because="how many rows an expert gets is known only when tokens have chosen, and a block is compiled whole",
+)
 COMPILED_SPLIT = Code(
     code="X105",
     title="compile with a split backward",
@@ -44,10 +49,6 @@ SPLIT_SCHEDULES = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are an action of their own."""
 
 
-MODEL_FIELDS = {"experts": "experts", "latent": "latent attention"}
-"""Parts of a model that can be planned but not trained yet."""
-
-
 def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
     """Fields that ask for what is not built: errors before a run, warnings where a plan is only thought about."""
     plan, faults = setup.plan, []
@@ -55,11 +56,10 @@ def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
         if getattr(plan, key) != built:
             hint = f"leave {key} out" if built in (None, ()) else f"{key} = {str(built).lower()}"
             faults.append(NOT_BUILT.fault(f"{what} is not built yet", *setup.said(f"plan.{key}"), hint=hint))
-    for key, what in MODEL_FIELDS.items():
-        if getattr(setup.model, key) is not None:
-            message = f"training a model with {what} is not built yet"
-            said = (setup.origin(f"model.{key}"), f"[model.{key}]")
-            faults.append(NOT_BUILT.fault(message, said, hint="a dense model, such as llama3-8b"))
+    if setup.model.mtp_layers:
+        said = setup.said("model.mtp_layers")
+        message = "training layers that predict further tokens is not built yet"
+        faults.append(NOT_BUILT.fault(message, *said, hint="mtp_layers = 0: the model without them"))
     faults += compile_faults(setup)
     return faults if running else [replace(fault, severity="warning") for fault in faults]
 
@@ -69,6 +69,10 @@ def compile_faults(setup: Setup) -> list[Fault]:
     plan, model, faults = setup.plan, setup.model, []
     if not plan.compile:
         return []
+    if model.experts is not None or model.latent is not None:
+        part = (setup.origin("model.experts"), "[experts]" if model.experts is not None else "[latent]")
+        message = f"{model.name} cannot be compiled"
+        faults.append(COMPILED_EXPERTS.fault(message, *setup.said("plan.compile"), part, hint="compile = false"))
     if plan.recompute == "selective":
         said = setup.said("plan.compile", "plan.recompute")
         hint = "recompute = none or full, or compile = false"

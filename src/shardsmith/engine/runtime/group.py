@@ -91,6 +91,31 @@ class Group:
         work: dist.Work = dist.reduce_scatter_single(out, x, group=self.handle, async_op=True)
         return self.recorder.launched(self.axis, "reduce_scatter", purpose, _bytes(x), work), out
 
+    def all_to_all(self, x: Tensor, purpose: str) -> Tensor:
+        """Send part i of dim 0 of `x` [n x size, ...] to rank i; parts arrive in the order of the ranks."""
+        if self.handle is None:
+            return x
+        x = x.contiguous()
+        assert x.shape[0] % self.size == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {self.size} ranks"
+        out = torch.empty_like(x)
+        with self._call("all_to_all", purpose, out):
+            dist.all_to_all_single(out, x, group=self.handle)
+        return out
+
+    def exchange_async(
+        self, x: Tensor, sent: list[int], received: list[int], purpose: str, *, payload: int
+    ) -> tuple[dist.Work | None, Tensor]:
+        """Start to send `sent[i]` rows of `x` to rank i and to receive `received[i]` from it, in the order of ranks.
+
+        `payload` is what is counted in bytes. Wait for the work before reading the result.
+        """
+        if self.handle is None:
+            return None, x
+        self._note("all_to_all", purpose)
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        work: dist.Work = dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.handle, async_op=True)
+        return self.recorder.launched(self.axis, "all_to_all", purpose, payload, work), out
+
     def _call(self, kind: str, purpose: str, payload: Tensor) -> AbstractContextManager[None]:
         self._note(kind, purpose)
         return self.recorder.communicating(self.axis, kind, purpose, _bytes(payload))

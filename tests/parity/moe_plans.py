@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plans import LLAMA, Row, row
+from plans import LLAMA, row
 
 from shardsmith.specs.model import Experts, Latent, ModelSpec
 
@@ -57,6 +57,13 @@ def sized(model: ModelSpec, **experts: object) -> ModelSpec:
     return model.with_(experts=replace(model.experts, **experts))  # type: ignore[arg-type]
 
 
+TWO = sized(MIXTRAL, count=2, top_k=1)
+"""As many experts as expert ranks: each rank holds one, of which ZeRO cuts the rows."""
+
+WIDE = sized(QWEN.with_(name="wide", hidden=16, head_dim=4), count=4, ffn=16, z_loss=0.1)
+"""Rows whose bytes are multiples of 16 in float32, as the grouped product asks."""
+
+
 ONE_RANK = tuple(row(f"{m.name}, one rank", "microbatch=2,microbatches=2", m) for m in (MIXTRAL, QWEN, DEEPSEEK, LITE))
 
 AXES = (
@@ -86,4 +93,77 @@ FAMILIES = tuple(
     )
 )
 
-MOE_TABLE = (*ONE_RANK, *AXES, *FAMILIES)
+SCHEDULES = tuple(
+    row(
+        f"{schedule}, expert 2, zero {zero}",
+        f"pipeline=2,data=2,expert=2,zero={zero},schedule={schedule},microbatches=4",
+        sized(MIXTRAL, ffn=8).with_(layers=4, tied=tied),
+    )
+    for schedule, zero, tied in (
+        ("gpipe", 1, False),
+        ("one_f_one_b", 3, True),
+        ("interleaved", 2, False),
+        ("zb_h1", 2, True),
+        ("zb_v", 3, False),
+        ("looped_bfs", 3, False),
+        ("dualpipe_v", 1, True),
+    )
+)
+
+ZERO = (
+    *(row(f"zero {z}, expert 2 of data 4", f"data=4,expert=2,zero={z}", MIXTRAL) for z in (1, 2, 3)),
+    *(row(f"zero {z}, 4 experts on 3 shards", f"data=3,zero={z}", MIXTRAL) for z in (1, 2, 3)),
+    *(row(f"zero {z}, an expert a rank, rows cut", f"data=4,expert=2,zero={z}", TWO) for z in (1, 2, 3)),
+    row("zero 3 per step, rows cut", "data=4,expert=2,zero=3,zero_gather=per_step", TWO),
+    row("zero 2, replicate 2", "data=4,replicate=2,expert=2,zero=2", MIXTRAL),
+    row("zero 3, replicate 2, experts everywhere", "data=4,replicate=2,zero=3", DEEPSEEK),
+    row("zero 1, tensor 2 alone shards experts", "tensor=2,zero=1", QWEN),
+    row("zero 3, expert_tensor 2 sp", "data=2,tensor=2,expert_tensor=2,zero=3,sequence_parallel=true", DEEPSEEK),
+    row("zero 3, small buckets", "data=4,expert=2,zero=3,bucket_mb=0.001", QWEN),
+)
+
+SAVERS = (
+    row("full recompute, expert 2, sp", "data=2,tensor=2,expert=2,recompute=full,sequence_parallel=true", QWEN),
+    row("full recompute, expert 2, zero 3", "data=2,expert=2,recompute=full,zero=3", DEEPSEEK),
+    row("selective recompute, expert 2", "data=2,expert=2,recompute=selective", DEEPSEEK),
+    row("loss by chunks, expert 2 of tensor 2", "tensor=2,expert=2,loss_chunk=5", LITE),
+    row("packed, expert 2", "data=2,expert=2,microbatch=2", MIXTRAL, packed=True),
+    row(
+        "expert ranks far apart", "data=2,tensor=2,expert=2,order=data-tensor-pipeline-context", MIXTRAL
+    ),
+)
+
+CAPACITY = tuple(
+    row(f"capacity {factor}, {line}", f"{line},capacity_factor={factor}", model)
+    for factor, line, model in (
+        (0.7, "microbatch=2,microbatches=2", MIXTRAL),
+        (0.7, "data=2,expert=2,microbatch=2,microbatches=2", MIXTRAL),
+        (0.7, "tensor=2,expert=2,microbatch=2,microbatches=2", MIXTRAL),
+        (1.0, "data=2,tensor=2,expert=2,expert_tensor=2,sequence_parallel=true", QWEN),
+        (1.0, "data=2,expert=2,recompute=full,zero=2", DEEPSEEK),
+    )
+)
+
+FLOAT32 = (
+    row("float32, expert 2 of data 2", "data=2,expert=2", WIDE, dtype="float32"),
+    row("float32, expert 2 of tensor 2 sp", "tensor=2,expert=2,sequence_parallel=true", WIDE, dtype="float32"),
+    row("float32, rows cut, zero 3", "data=4,expert=2,zero=3", sized(WIDE, count=2, top_k=1), dtype="float32"),
+    row(
+        "float32, pipeline 2, expert 2 and tensor 2",
+        "pipeline=2,data=2,tensor=2,expert=2,expert_tensor=2,schedule=zb_h1",
+        WIDE,
+        dtype="float32",
+    ),
+    row("float32, loop where rows are not aligned", "data=2,expert=2", sized(WIDE, ffn=10), dtype="float32"),
+)
+
+TRIPLES = (
+    row("pipeline 2, data 2, tensor 2, expert 2", "pipeline=2,data=2,tensor=2,expert=2,zero=1", QWEN),
+    row(
+        "pipeline 2, tensor 2 sp, expert 4 of data 2 x tensor 2",
+        "pipeline=2,data=2,tensor=2,expert=4,sequence_parallel=true,zero=2,schedule=interleaved,microbatches=4",
+        MIXTRAL.with_(layers=4, tied=True),
+    ),
+)
+
+MOE_TABLE = (*ONE_RANK, *AXES, *FAMILIES, *SCHEDULES, *ZERO, *SAVERS, *CAPACITY, *FLOAT32, *TRIPLES)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardsmith.engine.runtime.group import Group
-from shardsmith.engine.runtime.packing import Packing, flat_views, rows_first, rows_of
+from shardsmith.engine.runtime.packing import Packing, flat_views, rows_first, rows_of, shape_rows_first
 from shardsmith.engine.runtime.units import Unit, gather
 from shardsmith.layout.axes.data import buckets, data_rows
 from shardsmith.units import MIB
@@ -60,7 +60,7 @@ class Bucket:
         self.parameters, self.settings, self.dims = list(parameters), settings, list(dims)
         ranks, index = settings.shard.size, settings.shard.index
         device = self.parameters[0].device
-        shapes = [tuple(rows_first(p, dim).shape) for p, dim in zip(parameters, dims, strict=True)]
+        shapes = [shape_rows_first(tuple(p.shape), dim) for p, dim in zip(parameters, dims, strict=True)]
         self.packing = Packing(shapes=tuple(shapes), ranks=ranks)
         self.waiting: set[int] = set()
         self.flushed = False

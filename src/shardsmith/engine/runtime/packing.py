@@ -99,11 +99,16 @@ def rows_first(tensor: Tensor, dim: int) -> Tensor:
     return tensor if dim == 0 else tensor.transpose(0, dim)
 
 
-def empty_rows_first(shape: Shape, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor of `shape` whose rows along `dim` lie one after another in memory."""
+def shape_rows_first(shape: Shape, dim: int) -> Shape:
+    """The shape of `rows_first` of a tensor of `shape`, which need not have storage."""
     turned = list(shape)
     turned[0], turned[dim] = shape[dim], shape[0]
-    return rows_first(torch.empty(turned, dtype=dtype, device=device), dim)
+    return tuple(turned)
+
+
+def empty_rows_first(shape: Shape, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor of `shape` whose rows along `dim` lie one after another in memory."""
+    return rows_first(torch.empty(shape_rows_first(shape, dim), dtype=dtype, device=device), dim)
 
 
 def rows_of(tensor: Tensor, ranks: int, index: int) -> Tensor:

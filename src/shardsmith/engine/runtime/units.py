@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardsmith.engine.runtime.group import Group
-from shardsmith.engine.runtime.packing import Packing, rows_first
+from shardsmith.engine.runtime.packing import Packing, rows_first, shape_rows_first
 
 
 class Unit:
@@ -30,7 +30,8 @@ class Unit:
         self, parameters: Sequence[nn.Parameter], shards: Sequence[Tensor], group: Group, dims: Sequence[int]
     ) -> None:
         self.parameters, self.shards, self.group, self.dims = list(parameters), list(shards), group, list(dims)
-        self.packing = Packing(shapes=tuple(tuple(r.shape) for r in self._rows()), ranks=group.size)
+        shapes = [shape_rows_first(tuple(p.shape), dim) for p, dim in zip(parameters, dims, strict=True)]
+        self.packing = Packing(shapes=tuple(shapes), ranks=group.size)
         self.bytes = [p.numel() * p.element_size() for p in parameters]
         self.whole = True
         self._arriving: tuple[dist.Work | None, Tensor] | None = None

@@ -177,8 +177,6 @@ def test_everything_wrong_comes_at_once() -> None:
 
 
 OTHER_VALUES = {
-    "context": "2",
-    "ulysses": "2",
     "recompute": "full",
     "overlap": "chunks",
     "compile": "true",

@@ -38,8 +38,6 @@ COMPILED_SPLIT = Code(
 )
 
 PLAN_FIELDS: dict[str, tuple[Any, str]] = {
-    "context": (1, "splitting the sequence of attention over ranks"),
-    "ulysses": (1, "exchanging heads for sequence in attention"),
     "overlap": ((), "running communication beside computation inside a layer"),
 }
 """Plan fields of which only one value is built: that value, and what any other would be."""

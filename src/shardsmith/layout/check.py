@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardsmith.errors import Code, Fault, Refused
+from shardsmith.layout.axes.context import context_faults
 from shardsmith.layout.axes.data import data_faults
 from shardsmith.layout.axes.expert import expert_faults
 from shardsmith.layout.axes.tensor import model_degrees, tensor_faults
@@ -88,7 +89,8 @@ def examine(setup: Setup, *, running: bool = False) -> Checked:
     small = size_faults(setup)
     if small:  # nothing below can be computed from a degree of zero
         return Checked(setup=setup, faults=(*small, *able), memory=())
-    faults = [*order_faults(setup), *tensor_faults(setup), *data_faults(setup), *expert_faults(setup)]
+    faults = [*order_faults(setup), *tensor_faults(setup), *context_faults(setup), *data_faults(setup)]
+    faults += expert_faults(setup)
     batch = batch_faults(setup.plan, setup.workload, setup.origin)
     schedule = schedule_faults(setup, 1 if batch else batching(setup.plan, setup.workload).microbatches)
     faults += [*batch, *schedule]
@@ -97,7 +99,7 @@ def examine(setup: Setup, *, running: bool = False) -> Checked:
         faults += stage_faults(setup)
     sound = not any(f.severity == "error" for f in faults)
     memory = stage_states(setup) if sound else ()
-    faults += [*world_faults(setup), *context_faults(setup), *memory_faults(setup, memory)]
+    faults += [*world_faults(setup), *length_faults(setup), *memory_faults(setup, memory)]
     return Checked(setup=setup, faults=(*faults, *able), memory=memory)
 
 
@@ -169,7 +171,7 @@ def _world_hint(setup: Setup, devices: int) -> str:
     return ", or ".join(hints) or f"degrees whose product is {devices}"
 
 
-def context_faults(setup: Setup) -> list[Fault]:
+def length_faults(setup: Setup) -> list[Fault]:
     """A sequence that is longer than the positions of the model."""
     model, seq_len = setup.model, setup.workload.seq_len
     if seq_len <= model.context:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-CommAxis = Literal["tensor", "pipeline", "data", "expert"]
+CommAxis = Literal["tensor", "pipeline", "data", "context", "expert"]
 CommKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
 
 

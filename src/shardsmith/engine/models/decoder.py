@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue
 from shardsmith.engine.runtime.noise import Noise
 from shardsmith.engine.runtime.recompute import Cookbook, full, plain
 from shardsmith.engine.runtime.routing import Routing
+from shardsmith.engine.runtime.sequence_parts import Dropped, Parts, View
 from shardsmith.engine.runtime.units import OPEN_GATE
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
 from shardsmith.engine.runtime.vocabulary_chunks import chunked_loss_sum
@@ -45,14 +46,16 @@ class Surroundings:
     """What a block needs beside its input, the same for all blocks of a pass.
 
     `rotation`: cosines and sines of the positions where they are rotary. `mask`: who attends to whom (see
-    `attention_mask`), None for plain causal attention. `noise`: dropout masks, None where nothing is dropped.
-    `routing`: where routers note what they did, None where nothing is trained. `places`: places in the sequence of the
-    rows between blocks, all of them in order where None.
+    `attention_mask`), None for plain causal attention. `view`: who attends to whom where the sequence is cut over
+    the context axis, None where it is whole. `noise`: dropout masks, None where nothing is dropped.
+    `routing`: where routers note what they did, None where nothing is trained. `places`: places in the sequence of
+    this rank's rows, all of it in order where None.
     `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
     """
 
     rotation: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
+    view: View | None = None
     noise: Noise | None = None
     routing: Routing | None = None
     places: Tensor | None = None
@@ -96,6 +99,10 @@ class Attention(nn.Module):
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
         q, k, v = self._projected(x_SBD, around)
+        if around.view is not None:
+            out = around.view.attend(q, k, v, self.scale, self._dropped(around.noise, q.shape[2]))
+            out = out[..., : self.value_dim]
+            return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue)[0]
         q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         if around.noise is not None and self.dropout:
             out = self._dropping(q_BHSE, k_BHSE, v_BHSE, around.mask, around.noise)
@@ -126,10 +133,19 @@ class Attention(nn.Module):
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         scores = (q @ k.transpose(2, 3)) * self.scale
         shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        first = self.seam.group.index * heads if self.seam.group is not None else 0
-        keep = noise.attention(range(first, first + heads), length, self.dropout, self.layer)
+        first, whole = self._first_head(heads), [range(length)]
+        keep = noise.attention(range(first, first + heads), whole, whole, length, self.dropout, self.layer)
         out: Tensor = (shares * keep.to(device=q.device, dtype=q.dtype)) @ v
         return out
+
+    def _dropped(self, noise: Noise | None, heads: int) -> Dropped | None:
+        if noise is None or not self.dropout:
+            return None
+        return Dropped(noise=noise, first_head=self._first_head(heads), rate=self.dropout, layer=self.layer)
+
+    def _first_head(self, heads: int) -> int:
+        """The first of the `heads` query heads of this tensor rank."""
+        return self.seam.group.index * heads if self.seam.group is not None else 0
 
 
 class LatentAttention(Attention):
@@ -231,6 +247,7 @@ class Stage(nn.Module):
         self.spec, self.stage = spec, stage
         self.queue = WeightQueue()
         self.embedding_seam = self.head_seam = OPEN
+        self.parts: Parts | None = None
         self.gate = OPEN_GATE
         self.recompute: Recompute = "none"
         self.loss_chunk: int | None = None
@@ -267,11 +284,14 @@ class Stage(nn.Module):
 
         With `loss_chunk` the last stage stops short of its logits, and `loss_sum` makes them chunk by chunk.
         `positions_SB` are positions [S, B or 1] in each token's document, `documents_BS` says which that is
-        (None: a sequence is one document). Under sequence parallelism activations between blocks and stages
-        hold this rank's part of S; positions, documents and logits always hold all of S.
+        (None: a sequence is one document). With `parts` S is this rank's part of the sequence, but documents are
+        those of the whole. Under sequence parallelism activations between blocks and stages hold this rank's part
+        of S; positions and logits always hold all of S.
         """
         if noise is not None and not (self.spec.dropout or self.spec.attention_dropout):
             noise = None
+        if noise is not None and self.parts is not None:
+            noise = replace(noise, held=self.parts.places(len(positions_SB)))
         if self.stage.embedding:
             with self.gate.forward_only("embedding"):
                 x = self._embed(x, positions_SB, noise)
@@ -279,10 +299,8 @@ class Stage(nn.Module):
         if self.inverse is not None and self.stage.layers:
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
-        mask = attention_mask(
-            len(positions_SB), device=positions_SB.device, documents_BS=documents_BS, window=self.spec.window
-        )
-        around = Surroundings(rotation=rotation, mask=mask, noise=noise, routing=routing)
+        seen = self._seen(positions_SB, documents_BS)
+        around = Surroundings(rotation=rotation, noise=noise, routing=routing, **seen)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
             x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
         if self.stage.head:
@@ -305,6 +323,14 @@ class Stage(nn.Module):
             )
         group = self.head_seam.group if table.split else None
         return token_losses(left.flatten(0, 1), labels_SB.flatten(), table.first, group).sum()
+
+    def _seen(self, positions_SB: Tensor, documents_BS: Tensor | None) -> dict[str, Any]:
+        """Who attends to whom, for `Surroundings`."""
+        rows, window = len(positions_SB), self.spec.window
+        if self.parts is not None:
+            held = [torch.arange(r.start, r.stop, device=positions_SB.device) for r in self.parts.places(rows)]
+            return {"view": self.parts.view(rows, documents_BS, window), "places": torch.cat(held)}
+        return {"mask": attention_mask(rows, device=positions_SB.device, documents_BS=documents_BS, window=window)}
 
     def _run(self, block: Block, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """One block, its activations kept or not."""

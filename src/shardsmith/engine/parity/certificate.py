@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from shardsmith.engine.dataset.batches import Batches, Synthetic, batches_of
+from shardsmith.engine.dataset.samples import Source
 from shardsmith.engine.parity.reference import Arrays, Record, run_reference
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.grouped import Kernel, kernel_for
@@ -137,12 +139,34 @@ def certify(
     they chose in one process, as a rounding error may change a choice; how many would have is reported. Ranks are
     forked: the caller must not have run any torch operation.
     """
-    (reference,) = run_forked(_reference, 1, setup, steps, seed, packed, timeout_s=timeout_s)
-    choices = reference.choices
-    parts = run_forked(_rank, setup.plan.world, setup, steps, seed, packed, choices, timeout_s=timeout_s)
-    found = _assemble(setup, parts)
-    flips = sum(part.routing_flips for part in parts)
-    return compare(setup, asked or setup, reference, found, seed=seed, routing_flips=flips)
+    case = Case(setup=setup, steps=steps, seed=seed, packed=packed)
+    (certificate,) = certify_together([case], timeout_s=timeout_s)
+    return replace(certificate, asked=asked or setup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan to certify; `source` holds the samples to train on, where they are not the synthetic ones."""
+
+    setup: Setup
+    steps: int
+    seed: int = 0
+    packed: bool = False
+    source: Source | None = None
+
+
+def certify_together(cases: Sequence[Case], *, timeout_s: float) -> list[Certificate]:
+    """`certify` for plans of equal world, one after another in the same processes."""
+    world = cases[0].setup.plan.world
+    assert all(case.setup.plan.world == world for case in cases), "plans that run together have equally many ranks"
+    (references,) = run_forked(_references, 1, cases, timeout_s=timeout_s)
+    choices = [reference.choices for reference in references]
+    by_rank = run_forked(_parts, world, cases, choices, timeout_s=timeout_s)
+    found = []
+    for case, reference, parts in zip(cases, references, zip(*by_rank, strict=True), strict=True):
+        record, flips = _assemble(case.setup, list(parts)), sum(part.routing_flips for part in parts)
+        found.append(compare(case.setup, case.setup, reference, record, seed=case.seed, routing_flips=flips))
+    return found
 
 
 def compare(
@@ -181,17 +205,23 @@ def _worst(found: tuple[float, ...], reference: tuple[float, ...]) -> float:
     return max(abs(f - r) / abs(r) for f, r in zip(found, reference, strict=True))
 
 
-def _batches(setup: Setup, seed: int, packed: bool) -> Batches:
-    seq_len = setup.workload.seq_len
-    source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=seq_len, ignored=0.5, packed=packed)
+def _batches(case: Case) -> Batches:
+    setup, seed, source = case.setup, case.seed, case.source
+    if source is None:
+        seq_len = setup.workload.seq_len
+        source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=seq_len, ignored=0.5, packed=case.packed)
     return batches_of(source, seed=seed, setup=setup)
 
 
-def _reference(setup: Setup, steps: int, seed: int, packed: bool) -> Record:
-    alone = replace(setup, plan=Plan(microbatch=1))
-    batches = [_batches(alone, seed, packed).batch(step, 0) for step in range(steps)]
-    dtype, factor = DTYPES[setup.workload.dtype], setup.plan.capacity_factor
-    return run_reference(setup.model, batches, SGD, seed=seed, dtype=dtype, capacity_factor=factor)
+def _references(cases: Sequence[Case]) -> list[Record]:
+    return [_reference(case) for case in cases]
+
+
+def _reference(case: Case) -> Record:
+    alone = replace(case, setup=replace(case.setup, plan=Plan(microbatch=1)))
+    batches = [_batches(alone).batch(step, 0) for step in range(case.steps)]
+    model, dtype, factor = case.setup.model, DTYPES[case.setup.workload.dtype], case.setup.plan.capacity_factor
+    return run_reference(model, batches, SGD, seed=case.seed, dtype=dtype, capacity_factor=factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +233,19 @@ class _Part:
     routing_flips: int = 0
 
 
-def _rank(setup: Setup, steps: int, seed: int, packed: bool, choices: tuple[Choices, ...] = ()) -> _Part:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    trainer = Trainer(setup, SGD, rank=rank, seed=seed, device=torch.device("cpu"), compile_backend=COMPILE_BACKEND)
-    batches = _batches(setup, seed, packed)
-    trainer.work.forced = setup.workload.dtype == "float32"
+def _parts(cases: Sequence[Case], choices: Sequence[tuple[Choices, ...]]) -> list[_Part]:
+    return [_part(case, chosen) for case, chosen in zip(cases, choices, strict=True)]
+
+
+def _part(case: Case, choices: tuple[Choices, ...]) -> _Part:
+    rank, cpu = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0, torch.device("cpu")
+    trainer = Trainer(case.setup, SGD, rank=rank, seed=case.seed, device=cpu, compile_backend=COMPILE_BACKEND)
+    batches = _batches(case)
+    trainer.work.forced = case.setup.workload.dtype == "float32"
     results, flips = [], 0
     gradients: dict[str, tuple[tuple[int, ...], Any]] = {}
-    for step in range(steps):
-        trainer.work.replay = choices[step] if choices else None
+    for step in range(case.steps):
+        trainer.work.replay = choices[step]
         results.append(trainer.step(batches.batch(step, trainer.data_index)))
         flips += sum(int(count) for count in trainer.work.routing.flips.values())
         gradients = gradients or _owned(trainer, gradients=True)

@@ -19,15 +19,21 @@ class Groups:
     """One group an axis; the pipeline has one communicator a direction; `tied` joins the two ends of it.
 
     `data` is replicate x shard; `alone` is this rank by itself, on the data axis.
-    `kv_copy` are the tensor ranks that hold the same key/value heads as this one. On the expert mesh `dispatch` are the
-    ranks that hold the experts of one replica, `expert_data` those that hold the same part of the same experts, of
-    which `expert_shard` are those of one replica. `sequence` are the ranks that hold parts of the same sequences.
+    `kv_copy` are the tensor ranks that hold the same key/value heads as this one. `context` is ring x ulysses.
+    Weights are whole over context ranks: `gradient` is data x context, of which `shard` is the part over which ZeRO
+    shards, shard x context. On the expert mesh `dispatch` are the ranks that hold the experts of one replica,
+    `expert_data` those that hold the same part of the same experts, of which `expert_shard` are those of one replica.
+    `sequence` are the ranks that hold parts of the same sequences.
     """
 
     world: Group
     tensor: Group
     kv_copy: Group
+    context: Group
+    ring: Group
+    ulysses: Group
     data: Group
+    gradient: Group
     replicate: Group
     shard: Group
     alone: Group
@@ -48,12 +54,14 @@ def make_groups(
     ends: tuple[int, int],
     kv_copies: int,
     experts: Plan | None = None,
+    ulysses: int = 1,
     timeout_s: float,
 ) -> Groups:
     """Build all groups; every rank of the world must call this with the same mesh, and returns when all have.
 
     `ends` are the pipeline ranks of the first and the last stage, which share a tied embedding; `kv_copies`
-    tensor ranks in a row share their key/value heads. `experts` is the plan of a model that has any.
+    tensor ranks in a row share their key/value heads, `ulysses` context ranks in a row exchange heads for sequence.
+    `experts` is the plan of a model that has any.
     """
 
     def along(axis: LaneKind, all_ranks: tuple[tuple[int, ...], ...]) -> Group:
@@ -71,14 +79,21 @@ def make_groups(
 
     pipelines, tensors = mesh.groups("pipeline"), mesh.groups("tensor")
     copies = [ranks[at : at + kv_copies] for ranks in tensors for at in range(0, len(ranks), kv_copies)]
+    contexts = mesh.groups("context")
+    exchanging = [ranks[at : at + ulysses] for ranks in contexts for at in range(0, len(ranks), ulysses)]
+    rings = [ranks[at::ulysses] for ranks in contexts for at in range(ulysses)]
     pairs = tuple(tuple(dict.fromkeys(ranks[end] for end in ends)) for ranks in pipelines)
     groups = Groups(
         world=along("data", (tuple(range(mesh.world)),)),
         tensor=along("tensor", tensors),
         kv_copy=along("tensor", tuple(copies)),
+        context=along("context", contexts),
+        ring=along("context", tuple(rings)),
+        ulysses=along("context", tuple(exchanging)),
         data=along("data", mesh.groups(*DATA)),
+        gradient=along("data", mesh.groups(*DATA, "context")),
         replicate=along("data", mesh.groups("replicate")),
-        shard=along("data", mesh.groups("shard")),
+        shard=along("data", mesh.groups("shard", "context")),
         alone=along("data", ()),
         forward=along("pipeline", pipelines),
         backward=along("pipeline", pipelines),

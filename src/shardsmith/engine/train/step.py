@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.initialise import materialise
+from shardsmith.engine.parallel import context as context_axis
 from shardsmith.engine.parallel import expert as expert_axis
 from shardsmith.engine.parallel import tensor as tensor_axis
 from shardsmith.engine.parallel.data import DataParallel, DataSettings
@@ -22,6 +23,7 @@ from shardsmith.engine.runtime.groups import Groups, make_groups
 from shardsmith.engine.runtime.interpreter import Interpreter
 from shardsmith.engine.runtime.packing import rows_first
 from shardsmith.engine.runtime.recorder import Recorder
+from shardsmith.engine.runtime.sequence_parts import Parts
 from shardsmith.engine.runtime.units import Gate, Unit
 from shardsmith.engine.train.norm import clip_factor, largest_entry, squared_norm
 from shardsmith.engine.train.optimizer import make_optimizer
@@ -110,10 +112,17 @@ class Trainer:
         self._every = stages(setup.plan, setup.model)
         ends = (self._every[0].rank, self._every[-1].rank)
         copies = kv_copies(setup.plan, setup.model)
-        routed = setup.plan if setup.model.experts is not None else None
         self.groups: Groups = make_groups(
-            mesh, rank, self.recorder, ends=ends, kv_copies=copies, experts=routed, timeout_s=timeout_s
+            mesh,
+            rank,
+            self.recorder,
+            ends=ends,
+            kv_copies=copies,
+            ulysses=setup.plan.ulysses,
+            experts=setup.plan if setup.model.experts is not None else None,
+            timeout_s=timeout_s,
         )
+        self.parts = Parts(ring=self.groups.ring, ulysses=self.groups.ulysses)
         self.weights: dict[str, Weight] = {}
         self.shards: dict[str, Shard] = {}
         self._drawn: dict[str, Tensor] = {}
@@ -163,9 +172,9 @@ class Trainer:
         if self.shards[name].expert:
             place = expert_coord(self.setup.plan, self.coord)
             return place.replicate == 0 and (self.setup.plan.zero > 0 or place.shard == 0)
-        if self.coord.replicate or self.coord.context:
+        if self.coord.replicate:
             return False
-        if self.coord.shard and self.setup.plan.zero == 0:
+        if (self.coord.shard or self.coord.context) and self.setup.plan.zero == 0:
             return False
         if (self.shards[name].tensor_dim is None and self.coord.tensor) or self.shards[name].copy:
             return False
@@ -188,7 +197,7 @@ class Trainer:
         compared: Mapping[str, Tensor] = every if whole else stored
         routed = {name: p for name, p in compared.items() if self.shards[name].expert}
         compared = {name: p for name, p in compared.items() if name not in routed}
-        check_replicas(compared, self.groups.data if whole else self.groups.replicate, "data-parallel replicas")
+        check_replicas(compared, self.groups.gradient if whole else self.groups.replicate, "data-parallel replicas")
         check_replicas(routed, self.groups.expert_data if whole else self.groups.replicate, "replicas of experts")
         replicated = {name: p for name, p in compared.items() if self.shards[name].tensor_dim is None}
         check_replicas(replicated, self.groups.tensor, "parameters replicated over the tensor axis")
@@ -212,8 +221,9 @@ class Trainer:
             data.begin()
         self.work.step = self.steps_taken
         self.steps_taken += 1
-        sequences = self.setup.workload.global_batch
-        self.work.begin(microbatches, self._global_tokens(microbatches), self.scaler.scale, sequences=sequences)
+        tokens, sequences = self._global_tokens(microbatches), self.setup.workload.global_batch
+        microbatches = [context_axis.split(m, self.parts) for m in microbatches]
+        self.work.begin(microbatches, tokens, self.scaler.scale, sequences=sequences)
         self.interpreter.run(self.work, self.wire)
         self._reduce_gradients()
         result = self._summarise(microbatches)
@@ -225,10 +235,11 @@ class Trainer:
         return result
 
     def evaluate(self, microbatches: list[Microbatch]) -> tuple[float, int]:
-        """Sum of the losses and number of targets of this rank's `microbatches`, by forward passes alone.
+        """Sum of the losses and number of targets of this rank's part of `microbatches`, by forward passes alone.
 
-        (0, 0) on all ranks but one of each data rank, so that sums over the world count everything once.
+        (0, 0) on all ranks but one of those with the same part, so that sums over the world count everything once.
         """
+        microbatches = [context_axis.split(m, self.parts) for m in microbatches]
         self.work.begin(microbatches, 1.0, training=False)
         self.forward_interpreter.run(self.work, self.forward_wire)
         return self._counted(microbatches)
@@ -243,6 +254,7 @@ class Trainer:
         self._drawn |= materialise(module, weights, shards, seed=seed, dtype=self.dtype, device=self.device, kept=kept)
         tensor_axis.attach(module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel)
         expert_axis.attach(module, plan, self.groups)
+        context_axis.attach(module, self.parts)
         module.recompute, module.loss_chunk = plan.recompute, plan.loss_chunk
         if plan.compile:
             for block in module.blocks():
@@ -295,7 +307,7 @@ class Trainer:
         level = plan.zero
         return DataSettings(
             shard=self.groups.shard if level else self.groups.alone,
-            replicate=self.groups.replicate if level else self.groups.data,
+            replicate=self.groups.replicate if level else self.groups.gradient,
             level=level,
             stream=streams_gradients(plan),
             bucket_mb=plan.bucket_mb,
@@ -346,7 +358,7 @@ class Trainer:
         return (length, sequences, self.setup.model.hidden)
 
     def _global_tokens(self, microbatches: list[Microbatch]) -> float:
-        """Valid tokens of the step over all data ranks; only the last stage needs, and asks for, the number."""
+        """Valid tokens of the step over all data ranks, of whole sequences; only the last stage asks for the number."""
         if not any(s.stage.head for s in self.stages.values()):
             return 1.0
         count = torch.tensor(float(_valid_tokens(microbatches)), dtype=torch.float64, device=self.device)
@@ -395,7 +407,7 @@ class Trainer:
 
     def _counted(self, microbatches: list[Microbatch]) -> tuple[float, int]:
         """Losses and targets that this rank has to report; (0, 0) where another rank reports them."""
-        if not self.work.loss_sums or self.coord.tensor or self.coord.context:
+        if not self.work.loss_sums or self.coord.tensor:
             return 0.0, 0
         loss = torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum()
         return float(loss), _valid_tokens(microbatches)

@@ -164,4 +164,26 @@ TRIPLES = (
     ),
 )
 
-MOE_TABLE = (*ONE_RANK, *AXES, *FAMILIES, *SCHEDULES, *ZERO, *SAVERS, *CAPACITY, *FLOAT32, *TRIPLES)
+CONTEXT = (
+    row("context 2, expert 2", "context=2,expert=2", MIXTRAL),
+    row("context 2 by ulysses, expert 2, packed", "context=2,ulysses=2,expert=2,microbatch=2", QWEN, packed=True),
+    row("context 2, latent attention, zero 3", "context=2,expert=2,zero=3", DEEPSEEK),
+    row("context 2, capacity", "context=2,expert=2,capacity_factor=0.7,microbatch=2", MIXTRAL),
+    row(
+        "context 2, tensor 2 sp, capacity",
+        "context=2,tensor=2,expert=4,capacity_factor=1.0,sequence_parallel=true",
+        LITE,
+    ),
+    row("context 2, pipeline 2, expert 2", "context=2,pipeline=2,expert=2,schedule=zb_h1,recompute=full", QWEN),
+)
+
+EIGHT = (
+    row("a18 data 2, context 2, tensor 2, expert 4", "data=2,context=2,tensor=2,expert=4,zero=1", MIXTRAL),
+    row(
+        "data 2, context 2, tensor 2 sp, expert 2, expert_tensor 2",
+        "data=2,context=2,tensor=2,expert=2,expert_tensor=2,zero=3,sequence_parallel=true",
+        DEEPSEEK,
+    ),
+)
+
+MOE_TABLE = (*ONE_RANK, *AXES, *FAMILIES, *SCHEDULES, *ZERO, *SAVERS, *CAPACITY, *FLOAT32, *TRIPLES, *CONTEXT, *EIGHT)

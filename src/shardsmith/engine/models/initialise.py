@@ -80,7 +80,8 @@ def materialise(
             local.copy_(initial_shard(weight, shard, seed))
         else:
             rows = rows_first(initial_shard(weight, kept[weight.name], seed), shard.zero_dim)
-            drawn[weight.name] = rows.to(device=device, dtype=dtype).contiguous()
+            # A copy: what was drawn may be part of a larger tensor.
+            drawn[weight.name] = torch.empty(rows.shape, device=device, dtype=dtype).copy_(rows)
             local.untyped_storage().resize_(0)
         owner, _, attribute = weight.name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, nn.Parameter(local))

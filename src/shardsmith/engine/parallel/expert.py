@@ -45,9 +45,14 @@ class Loads:
     dropped: float
 
     @property
-    def imbalance(self) -> float:
-        """The load of the fullest expert of any layer, as a multiple of the mean."""
-        return float((self.loads.max(1).values / self.loads.mean(1).clamp(min=1e-30)).max())
+    def largest(self) -> float:
+        """The load of the fullest expert of any layer, as a multiple of the mean of its layer."""
+        return float((self.loads.amax(1) / self.loads.mean(1)).max())
+
+    @property
+    def smallest(self) -> float:
+        """The load of the emptiest expert of any layer, as a multiple of the mean of its layer."""
+        return float((self.loads.amin(1) / self.loads.mean(1)).min())
 
 
 def gather_loads(log: RoutingLog, model: ModelSpec, sequences: int, world: Group, device: torch.device) -> Loads:

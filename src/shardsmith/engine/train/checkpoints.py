@@ -89,7 +89,7 @@ class Checkpoints:
         team.meet(f"the checkpoint of step {step}")
         staging = team.agree(lambda: store.begin(self.root, step))
         record, weights = self._record(step), self._weights()
-        write_blocks(staging / store.WEIGHTS, weights, team.group)
+        write_blocks(staging / store.WEIGHTS, weights | self._biases(), team.group)
         write_blocks(staging / store.OPTIMIZER, self._optimizer(record, weights), team.group)
         team.agree(lambda: store.commit(staging, final, record))
         team.agree(lambda: store.prune(self.root, self.job.run.keep))

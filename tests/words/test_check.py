@@ -175,13 +175,12 @@ def test_everything_wrong_comes_at_once() -> None:
     assert codes(found) == ["B201", "B204", "H401", "H402", "P301", "T203", "T204", "T205"]
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
-def test_what_is_not_built_is_refused_for_a_run_and_a_warning_for_a_thought(model: str) -> None:
-    found = setup("", model=model)
+def test_what_is_not_built_is_refused_for_a_run_and_a_warning_for_a_thought() -> None:
+    found = setup("", model="deepseek-v3")
+    found = replace(found, model=found.model.with_(mtp_layers=1))
     faults, refusals = ([f for f in check(found, running=running) if f.code == "X101"] for running in (False, True))
     assert {f.severity for f in faults} == {"warning"}
     assert {f.severity for f in refusals} == {"error"}
-    assert all("[model." in f.values[0][1] for f in faults)
 
 
 def test_dtypes_that_waste_or_lose_what_they_hold() -> None:

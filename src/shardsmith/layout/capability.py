@@ -17,18 +17,24 @@ NOT_BUILT = Code(
     title="not built yet",
     because="the engine cannot do what this field asks for, and ignoring it would train another plan than this",
 )
-MODEL_FIELDS = {"experts": "experts", "latent": "latent attention"}
-"""Parts of a model that can be planned but not trained yet."""
+COMPILED_EXPERTS = Code(
+    code="X106",
+    title="compile with experts or latent attention",
+    because="how many rows an expert gets is known only when tokens have chosen, and a block is compiled whole",
+)
 
 
 def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
     """Fields that ask for what is not built: errors before a run, warnings where a plan is only thought about."""
-    faults = []
-    for key, what in MODEL_FIELDS.items():
-        if getattr(setup.model, key) is not None:
-            message = f"training a model with {what} is not built yet"
-            said = (setup.origin(f"model.{key}"), f"[model.{key}]")
-            faults.append(NOT_BUILT.fault(message, said, hint="a dense model, such as llama3-8b"))
+    plan, faults = setup.plan, []
+    if setup.model.mtp_layers:
+        said = setup.said("model.mtp_layers")
+        message = "training layers that predict further tokens is not built yet"
+        faults.append(NOT_BUILT.fault(message, *said, hint="mtp_layers = 0: the model without them"))
+    if plan.compile and (setup.model.experts is not None or setup.model.latent is not None):
+        part = (setup.origin("model.experts"), "[experts]" if setup.model.experts is not None else "[latent]")
+        message = f"{setup.model.name} cannot be compiled"
+        faults.append(COMPILED_EXPERTS.fault(message, *setup.said("plan.compile"), part, hint="compile = false"))
     faults += asynchronous_faults(setup)
     return faults if running else [replace(fault, severity="warning") for fault in faults]
 

@@ -45,8 +45,8 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
             continue
         here = {h.weight.name: h for h in stage_shards(setup, stage, coord)}
         found += tensor_collectives(setup, stage)
-        found += context_collectives(setup, stage)
         found += expert_collectives(setup, stage)
+        found += context_collectives(setup, stage)
         if has_tied_copies(setup, every) and TIED in here:
             tied[TIED] = here.pop(TIED)
             tied_uses += stage.embedding + 2 * stage.head

@@ -117,6 +117,20 @@ class Group:
             dist.all_to_all_single(out, x, group=self.handle)
         return out
 
+    def exchange_async(
+        self, x: Tensor, sent: list[int], received: list[int], purpose: str, *, payload: int
+    ) -> tuple[dist.Work | None, Tensor]:
+        """Start to send `sent[i]` rows of `x` to rank i and to receive `received[i]` from it, in the order of ranks.
+
+        `payload` is what is counted in bytes. Wait for the work before reading the result.
+        """
+        if self.handle is None:
+            return None, x
+        self._note("all_to_all", purpose)
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        work: dist.Work = dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.handle, async_op=True)
+        return self.recorder.launched(self.axis, "all_to_all", purpose, payload, work), out
+
     def pass_on(self, x: Tensor, purpose: str) -> Arriving:
         """Start to send `x` to the next rank of the ring, and to receive as much from the one before."""
         assert self.handle is not None, "a ring has at least two ranks"

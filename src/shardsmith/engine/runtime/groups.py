@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.recorder import Recorder
-from shardsmith.plan.mesh import DATA, Mesh
+from shardsmith.plan.mesh import DATA, Mesh, expert_groups
+from shardsmith.plan.plan import Plan
 from shardsmith.timeline import LaneKind
 
 
@@ -20,7 +21,9 @@ class Groups:
     `data` is replicate x shard; `alone` is this rank by itself, on the data axis.
     `kv_copy` are the tensor ranks that hold the same key/value heads as this one. `context` is ring x ulysses.
     Weights are whole over context ranks: `gradient` is data x context, of which `shard` is the part over which ZeRO
-    shards, shard x context.
+    shards, shard x context. On the expert mesh `dispatch` are the ranks that hold the experts of one replica,
+    `expert_data` those that hold the same part of the same experts, of which `expert_shard` are those of one replica.
+    `sequence` are the ranks that hold parts of the same sequences.
     """
 
     world: Group
@@ -37,6 +40,10 @@ class Groups:
     forward: Group
     backward: Group
     tied: Group
+    dispatch: Group
+    expert_data: Group
+    expert_shard: Group
+    sequence: Group
 
 
 def make_groups(
@@ -46,6 +53,7 @@ def make_groups(
     *,
     ends: tuple[int, int],
     kv_copies: int,
+    experts: Plan | None = None,
     ulysses: int = 1,
     timeout_s: float,
 ) -> Groups:
@@ -53,6 +61,7 @@ def make_groups(
 
     `ends` are the pipeline ranks of the first and the last stage, which share a tied embedding; `kv_copies`
     tensor ranks in a row share their key/value heads, `ulysses` context ranks in a row exchange heads for sequence.
+    `experts` is the plan of a model that has any.
     """
 
     def along(axis: LaneKind, all_ranks: tuple[tuple[int, ...], ...]) -> Group:
@@ -64,6 +73,9 @@ def make_groups(
             if rank in ranks:
                 mine = Group(axis=axis, ranks=ranks, index=ranks.index(rank), recorder=recorder, handle=handle)
         return mine or Group(axis=axis, ranks=(rank,), index=0, recorder=recorder)
+
+    def expert_ranks(*axes: str) -> tuple[tuple[int, ...], ...]:
+        return () if experts is None else expert_groups(experts, *axes)
 
     pipelines, tensors = mesh.groups("pipeline"), mesh.groups("tensor")
     copies = [ranks[at : at + kv_copies] for ranks in tensors for at in range(0, len(ranks), kv_copies)]
@@ -86,6 +98,10 @@ def make_groups(
         forward=along("pipeline", pipelines),
         backward=along("pipeline", pipelines),
         tied=along("pipeline", pairs),
+        dispatch=along("expert", expert_ranks("expert", "tensor")),
+        expert_data=along("data", expert_ranks("replicate", "shard")),
+        expert_shard=along("data", expert_ranks("shard")),
+        sequence=along("expert", mesh.groups("context", "tensor") if experts else ()),
     )
     if mesh.world > 1:
         dist.barrier()  # nobody fails, or ends, while others still connect

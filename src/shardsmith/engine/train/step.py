@@ -15,11 +15,13 @@ from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.initialise import materialise
 from shardsmith.engine.parallel import context as context_axis
+from shardsmith.engine.parallel import expert as expert_axis
 from shardsmith.engine.parallel import tensor as tensor_axis
 from shardsmith.engine.parallel.data import DataParallel, DataSettings
 from shardsmith.engine.parallel.pipeline import Wire
 from shardsmith.engine.runtime.groups import Groups, make_groups
 from shardsmith.engine.runtime.interpreter import Interpreter
+from shardsmith.engine.runtime.packing import rows_first
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.runtime.sequence_parts import Parts
 from shardsmith.engine.runtime.units import Gate, Unit
@@ -33,7 +35,7 @@ from shardsmith.layout.axes.tensor import kv_copies
 from shardsmith.layout.facts import Shard
 from shardsmith.layout.shards import data_shard, shard, stage_weights
 from shardsmith.plan.batch import batching
-from shardsmith.plan.mesh import data_index, mesh_of
+from shardsmith.plan.mesh import Coord, data_index, expert_coord, mesh_of
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stages
@@ -54,7 +56,7 @@ class StepResult:
     """What one step did, the same numbers on every rank.
 
     `skipped`: loss or gradient was not finite, so the parameters are those from before. `stop`: some rank
-    was asked to stop.
+    was asked to stop. `loads` says how the experts were used, where there are any.
     """
 
     loss: float
@@ -62,14 +64,23 @@ class StepResult:
     tokens: int
     skipped: bool = False
     stop: bool = False
+    loads: expert_axis.Loads | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What this rank answers for of one full tensor: rows from `offsets` on, as the optimiser has them."""
+    """What this rank answers for of one full tensor: rows from `offsets` on, as the optimiser has them.
+
+    `parameter` has the dim in front along which ZeRO cuts, which is `dim` of the full tensor.
+    """
 
     offsets: tuple[int, ...]
     parameter: nn.Parameter
+    dim: int = 0
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """`rows`, laid out as `parameter`, with their dims as in the full tensor (a view)."""
+        return rows_first(rows, self.dim)
 
 
 class Trainer:
@@ -108,6 +119,7 @@ class Trainer:
             ends=ends,
             kv_copies=copies,
             ulysses=setup.plan.ulysses,
+            experts=setup.plan if setup.model.experts is not None else None,
             timeout_s=timeout_s,
         )
         self.parts = Parts(ring=self.groups.ring, ulysses=self.groups.ulysses)
@@ -146,16 +158,20 @@ class Trainer:
         found = {}
         for data in self._all_data():
             for name, parameter in data.owned.items():
-                first, *rest = self.shards[name].offsets
-                found[name] = Held(offsets=(first + data.offsets[name], *rest), parameter=parameter)
+                offsets, dim = list(self.shards[name].offsets), data.dims[name]
+                offsets[dim] += data.offsets[name]
+                found[name] = Held(offsets=tuple(offsets), parameter=parameter, dim=dim)
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's rows of all gradients, complete once a step's reductions are done."""
+        """This rank's rows of all gradients, complete once a step's reductions are done; laid out as held rows are."""
         return {name: g for data in self._all_data() for name, g in data.shard_gradients.items()}
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the one that counts, saves or reports its rows of `name` (replicas: the first)."""
+        if self.shards[name].expert:
+            place = expert_coord(self.setup.plan, self.coord)
+            return place.replicate == 0 and (self.setup.plan.zero > 0 or place.shard == 0)
         if self.coord.replicate:
             return False
         if (self.coord.shard or self.coord.context) and self.setup.plan.zero == 0:
@@ -164,13 +180,25 @@ class Trainer:
             return False
         return name not in self._tied() or self.groups.tied.index == 0
 
+    def biases(self) -> Mapping[str, Tensor]:
+        """The balancing biases of this rank's stages, by their global name."""
+        return expert_axis.biases(self.stages.values())
+
+    @property
+    def owns_biases(self) -> bool:
+        """Whether this rank is the one of its pipeline rank that saves and reports them."""
+        return self.coord == Coord(pipeline=self.coord.pipeline, replicate=0, shard=0, context=0, tensor=0)
+
     def check_replicas(self) -> None:
         """Compare what should be equal on several ranks, bit by bit; raises `Refused` (D301) on a difference."""
         every = self.parameters()
         whole = self.setup.plan.zero < 3
         stored = {n: p for d in self._all_data() for n, p in d.stored.items()}
         compared: Mapping[str, Tensor] = every if whole else stored
+        routed = {name: p for name, p in compared.items() if self.shards[name].expert}
+        compared = {name: p for name, p in compared.items() if name not in routed}
         check_replicas(compared, self.groups.gradient if whole else self.groups.replicate, "data-parallel replicas")
+        check_replicas(routed, self.groups.expert_data if whole else self.groups.replicate, "replicas of experts")
         replicated = {name: p for name, p in compared.items() if self.shards[name].tensor_dim is None}
         check_replicas(replicated, self.groups.tensor, "parameters replicated over the tensor axis")
         copied = {name: p for name, p in compared.items() if self.shards[name].copy is not None}
@@ -193,12 +221,14 @@ class Trainer:
             data.begin()
         self.work.step = self.steps_taken
         self.steps_taken += 1
-        tokens = self._global_tokens(microbatches)
+        tokens, sequences = self._global_tokens(microbatches), self.setup.workload.global_batch
         microbatches = [context_axis.split(m, self.parts) for m in microbatches]
-        self.work.begin(microbatches, tokens, self.scaler.scale)
+        self.work.begin(microbatches, tokens, self.scaler.scale, sequences=sequences)
         self.interpreter.run(self.work, self.wire)
         self._reduce_gradients()
         result = self._summarise(microbatches)
+        if self.setup.model.experts is not None:
+            result = replace(result, loads=self._balance(skipped=result.skipped))
         self.scaler.update(finite=not result.skipped)
         if not result.skipped:
             self._update(clip_factor(result.grad_norm, self.optimisation.clip) / self.work.loss_scale)
@@ -225,6 +255,7 @@ class Trainer:
         tensor_axis.attach(
             module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap
         )
+        expert_axis.attach(module, plan, self.groups)
         context_axis.attach(module, self.parts)
         module.recompute, module.loss_chunk = plan.recompute, plan.loss_chunk
         self.weights.update({w.name: w for w in weights})
@@ -247,18 +278,27 @@ class Trainer:
         """Give every stage its gradients and rows, and at ZeRO level 3 its gate."""
         plan, tied = self.setup.plan, self._tied()
         settings = self._data_settings()
-        self.data: dict[int, DataParallel] = {}
+        routed = replace(
+            settings,
+            shard=self.groups.expert_shard if plan.zero else self.groups.alone,
+            replicate=self.groups.replicate if plan.zero else self.groups.expert_data,
+        )
+        self.data: dict[int, list[DataParallel]] = {}
         # The gradient of a tied embedding stays whole until both its stages have finished.
         self.tied_data = DataParallel(tied, {"tied": list(tied)}, replace(settings, stream=False), self._drawn)
         for index, stage in self.stages.items():
             own = {name: p for name, p in stage.named_parameters() if name not in tied}
-            places = {place: [n for n in names if n in own] for place, names in _places(own).items()}
-            self.data[index] = data = DataParallel(own, places, settings, self._drawn)
+            self.data[index] = []
+            for expert, how in ((False, settings), (True, routed)):
+                part = {name: p for name, p in own.items() if self.shards[name].expert is expert}
+                dims = {name: self.shards[name].zero_dim for name in part}
+                if part or not expert:
+                    self.data[index].append(DataParallel(part, _places(part), how, self._drawn, dims))
             if plan.zero == 3:
-                stage.gate = Gate(self._units(stage, data), streaming=plan.zero_gather == "per_pass")
+                stage.gate = Gate(self._units(stage, self.data[index]), streaming=plan.zero_gather == "per_pass")
         self._drawn.clear()
         for name, held in self.held().items():
-            planned, found = data_shard(self.shards[name], plan, self.coord), tuple(held.parameter.shape)
+            planned, found = data_shard(self.shards[name], plan, self.coord), tuple(held.placed(held.parameter).shape)
             assert (held.offsets, found) == (planned.offsets, planned.shape), f"{name}: the shard is not as planned"
 
     def _data_settings(self) -> DataSettings:
@@ -275,14 +315,15 @@ class Trainer:
             optimizer_dtype=DTYPES[kinds.optimizer],
         )
 
-    def _units(self, stage: Stage, data: DataParallel) -> dict[str, list[Unit]]:
+    def _units(self, stage: Stage, parts: list[DataParallel]) -> dict[str, list[Unit]]:
         """The units of each place of `stage`, in the order of the forward pass; a tied table serves both ends."""
-        spec = stage.stage
+        spec, data = stage.stage, parts[0]
         table = data.units.get("embedding") if not self._tied() else self.tied_data.units.get("tied")
         found: dict[str, list[Unit]] = {}
         if spec.embedding:
             found["embedding"] = [u for u in (data.units.get("embedding"), table) if u is not None]
-        found |= {str(layer): [data.units[str(layer)]] for layer in spec.layers}
+        for place in map(str, spec.layers):
+            found[place] = [part.units[place] for part in parts if place in part.units]
         if spec.head:
             found["head"] = [data.units["head"], *([table] if self.setup.model.tied and table is not None else [])]
         return {place: list(dict.fromkeys(units)) for place, units in found.items()}
@@ -311,7 +352,7 @@ class Trainer:
         return Interpreter(steps, order.stages), Wire(wires, self._message_shape, self.dtype, self.device)
 
     def _all_data(self) -> list[DataParallel]:
-        return [*self.data.values(), self.tied_data]
+        return [*(data for parts in self.data.values() for data in parts), self.tied_data]
 
     def _message_shape(self, microbatch: int) -> tuple[int, ...]:
         length, sequences = self.work.microbatches[microbatch].tokens.t().shape
@@ -357,6 +398,15 @@ class Trainer:
             skipped=not (math.isfinite(loss) and math.isfinite(square)),
             stop=stop > 0,
         )
+
+    def _balance(self, *, skipped: bool) -> expert_axis.Loads:
+        """How the experts were used in the step; biases follow it, where they balance."""
+        setup, stages = self.setup, self.stages.values()
+        sequences = setup.workload.global_batch
+        loads = expert_axis.gather_loads(self.work.routing, setup.model, sequences, self.groups.world, self.device)
+        if not skipped and setup.model.experts is not None and setup.model.experts.balance == "bias":
+            expert_axis.balance(stages, loads, setup.model)
+        return loads
 
     def _counted(self, microbatches: list[Microbatch]) -> tuple[float, int]:
         """Losses and targets that this rank has to report; (0, 0) where another rank reports them."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
-    from shardsmith.design.planner.checked import Priced
+    from shardsmith.design.planner.priced import Priced
     from shardsmith.design.planner.result import SearchResult
     from shardsmith.design.serving.demand import ServingDtype
     from shardsmith.design.serving.search import ServingResult
@@ -53,13 +53,18 @@ def check(setup: Setup | str | Path, *, running: bool = False, target: str | Non
     cost, and better neighbours. `running` makes errors of what a plan may say but the engine cannot do yet. Raises
     `Refused` only for a file that cannot be read; what is wrong with the plan stands in `.faults`.
     """
-    from shardsmith.design.cost.subject import DEFAULT_TARGET
-    from shardsmith.design.planner.checked import price_checked
+    from shardsmith.design.planner.priced import Priced, priceable
     from shardsmith.layout.check import examine
     from shardsmith.plan.file import read_setup
 
     read = read_setup(setup) if isinstance(setup, (str, Path)) else setup
-    return price_checked(examine(read, running=running), target or DEFAULT_TARGET)
+    checked = examine(read, running=running)
+    if not priceable(checked):
+        return Priced(checked=checked, faults=checked.faults)
+    from shardsmith.design.cost.subject import DEFAULT_TARGET
+    from shardsmith.design.planner.checked import price_checked
+
+    return price_checked(checked, target or DEFAULT_TARGET)
 
 
 def explain(code: str) -> Code:

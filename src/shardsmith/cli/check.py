@@ -16,7 +16,7 @@ from shardsmith.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from shardsmith.design.cost.estimate import Estimate
-    from shardsmith.design.planner.checked import Priced
+    from shardsmith.design.planner.priced import Priced
 
 MOST_RANKS = 6
 """Pipeline ranks up to which all are printed."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from shardsmith.design.cost.estimate import Estimate, estimate_plan
-from shardsmith.design.cost.subject import DEFAULT_TARGET, subject_of, unpriceable
+from shardsmith.design.cost.subject import DEFAULT_TARGET, subject_of
 from shardsmith.design.planner.explain import neighbours
+from shardsmith.design.planner.priced import Priced
 from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.rules.pitfalls import pitfalls
 from shardsmith.errors import Code, Fault
-from shardsmith.layout.check import Checked, as_json
-from shardsmith.layout.shards import StageStates
+from shardsmith.layout.check import Checked
 from shardsmith.plan.setup import Setup
 from shardsmith.units import GIB
 
@@ -26,57 +23,9 @@ NOTICED = 0.99
 SHOWN = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Priced:
-    """A check, and where cluster and plan allow it what the plan costs and which neighbours are better."""
-
-    checked: Checked
-    faults: tuple[Fault, ...]
-    estimate: Estimate | None = None
-    better: tuple[Neighbour, ...] = ()
-
-    @property
-    def setup(self) -> Setup:
-        """What was checked, with layers in numbers."""
-        return self.checked.setup
-
-    @property
-    def memory(self) -> tuple[StageStates, ...]:
-        """The states of each stage."""
-        return self.checked.memory
-
-    @property
-    def errors(self) -> tuple[Fault, ...]:
-        """Faults that forbid the plan."""
-        return tuple(f for f in self.faults if f.severity == "error")
-
-    @property
-    def warnings(self) -> tuple[Fault, ...]:
-        """Faults that the plan may have."""
-        return tuple(f for f in self.faults if f.severity == "warning")
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values. Without a price `memory_gib` counts states by stage, with one every item by rank."""
-        data = as_json(self.checked)
-        data |= {"errors": [f.as_json() for f in self.errors], "warnings": [f.as_json() for f in self.warnings]}
-        if self.estimate is None:
-            return data
-        return data | {
-            "memory_gib": [rank.as_json() for rank in self.estimate.memory],
-            "step_time_s": self.estimate.step_time_s,
-            "interval_s": list(self.estimate.interval_s),
-            "mfu": self.estimate.mfu,
-            "breakdown": dict(self.estimate.breakdown),
-            "better": [neighbour.as_json() for neighbour in self.better],
-        }
-
-
 def price_checked(checked: Checked, target: str = DEFAULT_TARGET) -> Priced:
-    """`checked` with its price; without one where the plan has structural faults or the cluster says too little."""
+    """`checked`, which must be `priceable`, with its price."""
     setup = checked.setup
-    structural = [f for f in checked.errors if f.code not in ("H402", "H404")]
-    if structural or unpriceable(setup.cluster, setup.workload):
-        return Priced(checked=checked, faults=checked.faults)
     s = subject_of(setup, target)
     found = estimate_plan(s, setup)
     limit = (setup.cluster.device.memory_gib or 0.0) * GIB

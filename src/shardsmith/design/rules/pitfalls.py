@@ -20,57 +20,57 @@ from shardsmith.plan.stages import settled
 from shardsmith.units import GIB, format_seconds
 
 ACROSS = Code(
-    code="R101",
+    code="L201",
     title="tensor ranks on several nodes",
     because="every layer sums activations over the tensor ranks several times, and links between nodes are slower",
     severity="warning",
 )
 BUBBLE = Code(
-    code="R102",
+    code="L202",
     title="few microbatches for the pipeline",
     because="while the pipeline fills and empties ranks wait: 1F1B idles (P-1)/(m+P-1) of a step, m microbatches of "
     "any size; it is their number that counts",
     severity="warning",
 )
 STREAMED = Code(
-    code="R103",
+    code="L203",
     title="gradients reduced (or weights gathered) for every microbatch",
     because="ZeRO 2 and 3 move them once a microbatch unless they are held over the step; with a pipeline there are "
     "many microbatches",
     severity="warning",
 )
 RECOMPUTED = Code(
-    code="R104",
+    code="L204",
     title="recomputation that the memory does not ask for",
     because="recomputing spends up to a third more compute to save activations, which only pays where they do not fit",
     severity="warning",
 )
 OUTSIDE = Code(
-    code="R105",
+    code="L205",
     title="an order that puts busy ranks far apart",
     because="ranks that talk most should be neighbours: they share the fast links of a node",
     severity="warning",
 )
 DEEP = Code(
-    code="R106",
+    code="L206",
     title="a deep pipeline where fewer ranks would do",
     because="each further pipeline rank adds to the bubble, and stages of few layers are harder to balance",
     severity="warning",
 )
 SEQUENCE = Code(
-    code="R107",
+    code="L207",
     title="tensor ranks that all keep the whole sequence",
     because="sequence_parallel cuts what lies between the products over the tensor ranks, and sends the same bytes",
     severity="warning",
 )
 SMALL = Code(
-    code="R108",
+    code="L208",
     title="layers too small to keep a device busy",
     because="where kernels are shorter than their launches the host sets the pace, however fast the device is",
     severity="warning",
 )
 WHOLE_STATES = Code(
-    code="R109",
+    code="L209",
     title="optimiser states on every data rank",
     because="ZeRO 1 keeps each state once among the data ranks; a reduce-scatter and a gather move what an all-reduce "
     "does",
@@ -277,7 +277,9 @@ PITFALLS = (
     Pitfall(code=RECOMPUTED, keys=("recompute",), inside=_recomputes, fixes=_recompute_less),
     Pitfall(code=OUTSIDE, keys=("order",), inside=_placed_badly, fixes=_tensor_first),
     Pitfall(code=DEEP, keys=("pipeline",), inside=_deep, fixes=_shallower),
-    Pitfall(code=SEQUENCE, keys=("tensor", "sequence_parallel"), inside=_whole_sequence, fixes=_cut_sequence),
+    Pitfall(
+        code=SEQUENCE, keys=("tensor", "sequence_parallel"), inside=_whole_sequence, fixes=_cut_sequence, by_memory=True
+    ),
     Pitfall(code=SMALL, keys=("microbatch", "microbatches"), inside=_small, fixes=_larger),
     Pitfall(code=WHOLE_STATES, keys=("zero", "data"), inside=_unsharded, fixes=_first_level, by_memory=True),
 )

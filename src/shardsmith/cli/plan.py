@@ -38,8 +38,9 @@ MOST_NEIGHBOURS = 24
 @click.option("--mtbf-hours", type=float, help="Hours between failures of one device (default: 50000).")
 @click.option("--checkpoint-minutes", type=float, help="Minutes between checkpoints (default: those that lose least).")
 @click.option("--explain", is_flag=True, help="Print what every change by one step would cost.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the best plan as a plan file.")
-def command(out: Path | None, explain: bool, **options: Any) -> Answer:
+def command(out: Path | None, html: Path | None, explain: bool, **options: Any) -> Answer:
     """Search all layouts of a model on a cluster, rank them, and say why."""
     found = api.search(
         options["model"],
@@ -58,14 +59,20 @@ def command(out: Path | None, explain: bool, **options: Any) -> Answer:
         mtbf_hours=options["mtbf_hours"],
         checkpoint_minutes=options["checkpoint_minutes"],
     )
-    data = found.as_json()
+    data, files = found.as_json(), {}
+    if html:
+        from shardsmith.design.reports.content import report_of_search
+        from shardsmith.design.reports.html import write_html
+
+        files["html"] = str(write_html(report_of_search(found), html))
     if out:
         from shardsmith.plan.file import dumps
 
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(dumps(found.best.setup), encoding="utf-8")
-        data["out"] = str(out)
-    return Answer(data=data, show=(*_show(found, explain), *([f"written: {out}"] if out else [])))
+        files["plan"] = str(out)
+    written = (f"written: {path}" for path in files.values())
+    return Answer(data=data | {"files": files}, show=(*_show(found, explain), *written))
 
 
 def _show(found: SearchResult, explain: bool) -> tuple[RenderableType, ...]:

@@ -389,7 +389,7 @@ def _wide_enough(setup: Setup) -> Setup:
             *setup.said("workload.dtype"),
             hint="--dtype float64 (equal to 1e-10) or float32 (2e-5): the plan computes the same in every dtype",
         )
-    narrow = {key: None for key in ("param_dtype", "grad_dtype", "reduce_dtype", "optimizer_dtype")}
+    narrow = dict.fromkeys(("param_dtype", "grad_dtype", "reduce_dtype", "optimizer_dtype"))
     return replace(setup.with_plan(**narrow), workload=replace(setup.workload, dtype="float32"))
 
 

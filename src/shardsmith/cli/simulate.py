@@ -30,12 +30,14 @@ MOST_LINES = 16
 @click.option("--times", help="Seconds a microbatch and rank, F=1,I=1,W=1, in the place of the cost model.")
 @click.option("--target", help="Software whose behaviour is priced (default: megatron-core).")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the timeline for ui.perfetto.dev (JSON).")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the timeline (.png, .svg or .pdf).")
 def command(
     slow: tuple[str, ...],
     times: str | None,
     target: str | None,
     trace: Path | None,
+    html: Path | None,
     picture: Path | None,
     **options: Any,
 ) -> Answer:
@@ -51,13 +53,18 @@ def command(
         setup = make_setup(**options | {"dtype": "bfloat16"})
     drawn = setup.plan.pipeline <= MOST_LINES
     found = api.simulate(
-        setup, slow=parse_slow(slow), times=times, target=target, record=drawn or bool(trace or picture)
+        setup, slow=parse_slow(slow), times=times, target=target, record=drawn or bool(trace or html or picture)
     )
     files = {}
     if trace:
         trace.parent.mkdir(parents=True, exist_ok=True)
         trace.write_text(json.dumps(found.timeline.chrome_trace()), encoding="utf-8")
         files["trace"] = str(trace)
+    if html:
+        from shardsmith.design.reports.content import report_of_simulation
+        from shardsmith.design.reports.html import write_html
+
+        files["html"] = str(write_html(report_of_simulation(found, found.target), html))
     if picture:
         from shardsmith.design.reports.timeline_picture import draw_timeline
 

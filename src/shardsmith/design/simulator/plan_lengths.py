@@ -57,7 +57,7 @@ class _Model:
 def plan_lengths(s: Subject, setup: Setup, slow: Mapping[int, float] | None = None) -> StepLengths:
     """Lengths of every stage of a legal plan of subject `s`; `slow` multiplies the compute of pipeline ranks."""
     plan = setup.plan
-    b = batch_of(s, layouts_of([plan], setup.workload), precision(plan, setup.workload))
+    b = batch_of(s, layouts_of([plan], setup.model, setup.workload), precision(plan, setup.workload))
     both = b.select(np.zeros(2, dtype=np.intp))
     kinds = replace(both, moe_layers=np.array([0.0, 1.0]) * s.model.layers)
     c, moe = s.constants, np.array([0.0, 1.0])

@@ -13,6 +13,7 @@ from shardsmith.design.cost.constants import constants, values
 from shardsmith.design.cost.interval import interval
 from shardsmith.design.cost.memory import StateBytes, peak
 from shardsmith.design.cost.step import step
+from shardsmith.design.validation.columns import require_columns
 from shardsmith.design.validation.cross import Errors, errors, leave_out, scaled_by_one_row
 from shardsmith.design.validation.ranking import Ranking, rankings
 from shardsmith.design.validation.rows import Runs, Skipped, read_runs, target_of
@@ -57,8 +58,9 @@ class Validation:
 def validate(path: str | Path, *, cross: Cross = "none", moe: bool = False) -> Validation:
     """Predictions for the scorable rows of `path`, by the shipped constants or (`cross`) by left-out fits.
 
-    Raises `Refused` only for a file that cannot be read; a bad row is skipped and named.
+    Raises `Refused` only for a file that cannot be read (F703) or lacks columns (F702); a bad row is skipped and named.
     """
+    require_columns(path)
     runs = read_runs(path, moe=moe)
     if cross == "none" or not len(runs.seconds):
         predicted = step(runs.batch, values()).total if len(runs.seconds) else np.empty(0)

@@ -150,7 +150,7 @@ def markdown(figures: Figures) -> str:
     worst = max(row.loss_error for row in figures.rows)
     parts = [
         "## Training the same model with others",
-        f"`make bench`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads} "
+        f"`benchmarks/bench.py`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads} "
         f"heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; sequences of "
         f"{SHAPE.seq_len}, {GLOBAL_BATCH} a step in microbatches of {MICROBATCH}; float32, AdamW, gloo, one thread a "
         f"rank. The systems take turns step by step; medians over all rounds after a warm-up, and in brackets the "

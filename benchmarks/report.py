@@ -150,8 +150,8 @@ def markdown(figures: Figures) -> str:
     worst = max(row.loss_error for row in figures.rows)
     parts = [
         "## Training the same model with others",
-        f"`benchmarks/bench.py`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads} "
-        f"heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; sequences of "
+        f"`benchmarks/bench.py`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, "
+        f"{SHAPE.heads} heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; sequences of "
         f"{SHAPE.seq_len}, {GLOBAL_BATCH} a step in microbatches of {MICROBATCH}; float32, AdamW, gloo, one thread a "
         f"rank. The systems take turns step by step; medians over all rounds after a warm-up, and in brackets the "
         f"ratio to {REFERENCE[0]}'s DDP at {REFERENCE[1].name} in the same round. "

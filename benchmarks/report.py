@@ -150,11 +150,11 @@ def markdown(figures: Figures) -> str:
     worst = max(row.loss_error for row in figures.rows)
     parts = [
         "## Training the same model with others",
-        f"`make bench`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads} "
-        f"heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; sequences of "
-        f"{SHAPE.seq_len}, {GLOBAL_BATCH} a step in microbatches of {MICROBATCH}; float32, AdamW, gloo, one thread a "
-        f"rank. The systems take turns step by step; medians over all rounds after a warm-up, and in brackets the "
-        f"ratio to {REFERENCE[0]}'s DDP at {REFERENCE[1].name} in the same round. "
+        f"`benchmarks/bench.py`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, "
+        f"{SHAPE.heads} heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; "
+        f"sequences of {SHAPE.seq_len}, {GLOBAL_BATCH} a step in microbatches of {MICROBATCH}; float32, AdamW, gloo, "
+        f"one thread a rank. The systems take turns step by step; medians over all rounds after a warm-up, and "
+        f"in brackets the ratio to {REFERENCE[0]}'s DDP at {REFERENCE[1].name} in the same round. "
         f"All train from the same weights on the same tokens: their losses differ by at most {worst:.0e}.",
         "CPU-seconds a step, summed over all ranks:",
         table(lambda row: f"{row.cpu_s_per_step:.2f} ({row.cpu_ratio:.2f})"),

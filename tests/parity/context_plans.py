@@ -74,6 +74,17 @@ FOUR = (
     cut("tensor 2, copied heads, ulysses 2", "tensor=2,context=2,ulysses=2,replicate_kv=true", MQA),
     cut("tensor 2 sp, context 2, dropout", "tensor=2,context=2,sequence_parallel=true", DROPPING),
     cut("context ranks are far apart", "tensor=2,context=2,order=tensor-data-pipeline-context"),
+    cut(
+        "halves of microbatches, packed, dropout",
+        "tensor=2,context=2,microbatch=2,overlap=half_microbatches",
+        DROPPING,
+        packed=True,
+    ),
+    cut(
+        "chunks, ulysses 2",
+        "tensor=2,context=2,ulysses=2,sequence_parallel=true,overlap=chunks+weight_gradient",
+        llama(4),
+    ),
     cut("pipeline 2, context 2, gpipe, tied", "pipeline=2,context=2,schedule=gpipe", LONG),
     cut("pipeline 2, context 2", "pipeline=2,context=2,zero=1", packed=True),
     cut("pipeline 2, ulysses 2", "pipeline=2,context=2,ulysses=2", LONG),
@@ -101,7 +112,7 @@ EIGHT = (
 )
 
 COMPILED = (
-    cut("compiled, packed", "context=2,compile=true", packed=True),
+    cut("compiled, packed, dropout", "context=2,compile=true", DROPPING, packed=True),
     cut("compiled, ulysses 2, full, window", "context=2,ulysses=2,compile=true,recompute=full", WINDOWED),
 )
 

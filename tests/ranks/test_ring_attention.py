@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from shardsmith.engine.runtime.block_attention import _attend_by_products as att
 from shardsmith.engine.runtime.block_attention import _backward_by_products as backward_by_products
 from shardsmith.engine.runtime.group import Arriving, Group
 from shardsmith.engine.runtime.groups import make_groups
-from shardsmith.engine.runtime.key_blocks import key_blocks
+from shardsmith.engine.runtime.key_blocks import TILE, key_blocks
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.runtime.sequence_parts import Parts
 from shardsmith.layout.axes.context import places
@@ -223,6 +223,32 @@ def test_documents_that_a_rank_shares_with_no_other_need_no_blocks() -> None:
     assert [len(blocks) for blocks in key_blocks(held, 0, documents, None)] == [1, 0]
     ones = np.arange(16)[None]
     assert [len(blocks) for blocks in key_blocks(held, 1, ones, None)] == [0, 1]
+
+
+@pytest.mark.parametrize(("length", "window"), [(4096, None), (None, 4096), (999, 2048)])
+def test_long_sequences_on_few_ranks_compute_little_more_than_what_is_seen(
+    length: int | None, window: int | None
+) -> None:
+    """131,072 places on 2 ranks: no mask is larger than a tile of queries and the keys they see."""
+    places_in_all = 2**17
+    held = [places(places_in_all, 2, index) for index in range(2)]
+    documents = None if length is None else (np.arange(places_in_all) // length)[None]
+    seen = computed = 0
+    for own in range(2):
+        for block in chain.from_iterable(key_blocks(held, own, documents, window)):
+            rows, keys = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+            computed += rows * keys
+            if block.first is None or block.last is None:
+                seen += rows * keys if block.kind == "full" else rows * (rows + 1) // 2
+                continue
+            assert rows <= TILE
+            assert keys <= TILE + min(x for x in (length, window) if x is not None)
+            seen += int((block.last - block.first).sum())
+    each = np.arange(1, places_in_all + 1)
+    if documents is not None:
+        each = np.arange(places_in_all) % length + 1
+    assert seen == np.minimum(each, window or places_in_all).sum()
+    assert computed < 3 * seen
 
 
 @pytest.mark.parametrize("function", [attend, attend_by_products])

@@ -21,8 +21,9 @@ from shardsmith.engine.models.attention_mask import attention_mask
 from shardsmith.engine.models.experts import MoE
 from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations, score_factor
-from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, enter, leave, linear
-from shardsmith.engine.runtime.noise import Noise
+from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, arrive, enter, leave, linear
+from shardsmith.engine.runtime.noise import Noise, Site
+from shardsmith.engine.runtime.overlapped import Turns
 from shardsmith.engine.runtime.recompute import Cookbook, full, plain
 from shardsmith.engine.runtime.routing import Routing
 from shardsmith.engine.runtime.sequence_parts import Dropped, Parts, View
@@ -43,11 +44,11 @@ GELU: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a block needs beside its input, the same for all blocks of a pass.
+    """What a block needs beside its input.
 
     `rotation`: cosines and sines of the positions where they are rotary. `mask`: who attends to whom (see
     `attention_mask`), None for plain causal attention. `view`: who attends to whom where the sequence is cut over
-    the context axis, None where it is whole. `noise`: dropout masks, None where nothing is dropped.
+    the context axis, None where it is whole. `noise`: dropout masks of the layer, None where nothing is dropped.
     `routing`: where routers note what they did, None where nothing is trained. `places`: places in the sequence of
     this rank's rows, all of it in order where None.
     `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
@@ -60,6 +61,19 @@ class Surroundings:
     routing: Routing | None = None
     places: Tensor | None = None
     cheap: Callable[..., Tensor] = plain
+    turns: Turns | None = None
+
+    def half(self, at: slice, turns: Turns) -> Surroundings:
+        """The same for the sequences `at` of the microbatch, which take `turns` with the others."""
+        rotation, mask, noise = self.rotation, self.mask, self.noise
+        if rotation is not None and rotation[0].shape[1] > 1:
+            rotation = rotation[0][:, at], rotation[1][:, at]
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask[at]
+        if noise is not None:
+            noise = replace(noise, keys_B=noise.keys_B[at])
+        view = None if self.view is None else self.view.of(at)
+        return replace(self, rotation=rotation, mask=mask, view=view, noise=noise, turns=turns)
 
 
 class Table(nn.Module):
@@ -80,10 +94,10 @@ class Table(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; the number of heads follows from the weights held."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
         super().__init__()
         self.head_dim, self.queue, self.seam = spec.head_dim, queue, OPEN
-        self.layer, self.dropout = layer, spec.attention_dropout
+        self.dropout = spec.attention_dropout
         self.scale, self.value_dim = spec.head_dim**-0.5, spec.head_dim
         self._make_projections(spec)
 
@@ -101,29 +115,32 @@ class Attention(nn.Module):
         q, k, v = self._projected(x_SBD, around)
         if around.view is not None:
             out = around.view.attend(q, k, v, self.scale, self._dropped(around.noise, q.shape[2]))
-            out = out[..., : self.value_dim]
-            return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue)[0]
-        q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        if around.noise is not None and self.dropout:
-            out = self._dropping(q_BHSE, k_BHSE, v_BHSE, around.mask, around.noise)
         else:
-            grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
-            causal = around.mask is None
-            out = F.scaled_dot_product_attention(
-                q_BHSE, k_BHSE, v_BHSE, attn_mask=around.mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
-            )
-        out = out.permute(2, 0, 1, 3)[..., : self.value_dim]
-        return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue)[0]
+            out = self._attend(q, k, v, around)
+        out = out[..., : self.value_dim]
+        return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
 
     def _projected(self, x_SBD: Tensor, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [S, B, H, E], rotated keys and values [S, B, key/value heads, E] of this rank."""
-        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue)
+        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue, around.turns)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if around.rotation is not None:
             q, k = rotate(q, *around.rotation), rotate(k, *around.rotation)
         return q, k, v
+
+    def _attend(self, q_SBHE: Tensor, k_SBHE: Tensor, v_SBHE: Tensor, around: Surroundings) -> Tensor:
+        """Attention where the whole sequence is on this rank, [S, B, H, E]."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q_SBHE, k_SBHE, v_SBHE))
+        if around.noise is not None and self.dropout:
+            out = self._dropping(q, k, v, around.mask, around.noise)
+        else:
+            grouped, causal = q.shape[1] != k.shape[1], around.mask is None
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=around.mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+            )
+        return out.permute(2, 0, 1, 3)
 
     def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
         """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
@@ -133,15 +150,12 @@ class Attention(nn.Module):
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         scores = (q @ k.transpose(2, 3)) * self.scale
         shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        first, whole = self._first_head(heads), [range(length)]
-        keep = noise.attention(range(first, first + heads), whole, whole, length, self.dropout, self.layer)
-        out: Tensor = (shares * keep.to(device=q.device, dtype=q.dtype)) @ v
-        return out
+        return noise.drop_probabilities(shares, self.dropout, self._first_head(heads)) @ v
 
     def _dropped(self, noise: Noise | None, heads: int) -> Dropped | None:
         if noise is None or not self.dropout:
             return None
-        return Dropped(noise=noise, first_head=self._first_head(heads), rate=self.dropout, layer=self.layer)
+        return Dropped(noise=noise, first_head=self._first_head(heads), rate=self.dropout)
 
     def _first_head(self, heads: int) -> int:
         """The first of the `heads` query heads of this tensor rank."""
@@ -207,12 +221,12 @@ class MLP(nn.Module):
         """[S, B, D] -> [S, B, D]."""
         enter = self.seam.entering
         if self.activation == "swiglu":
-            gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue)
+            gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue, around.turns)
             inner = around.cheap(swiglu, gate, up)
         else:
-            (up,) = linear(x_SBD, [self.up], enter, self.queue)
+            (up,) = linear(x_SBD, [self.up], enter, self.queue, around.turns)
             inner = around.cheap(GELU[self.activation], up)
-        return linear(inner, [self.down], self.seam.leaving, self.queue)[0]
+        return linear(inner, [self.down], self.seam.leaving, self.queue, around.turns)[0]
 
 
 class Block(nn.Module):
@@ -220,23 +234,39 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
         super().__init__()
-        self.layer, self.dropout = layer, spec.dropout
+        self.dropout = spec.dropout
         self.norm1 = _norm(spec)
-        self.attention = (LatentAttention if spec.latent else Attention)(spec, queue, layer)
+        self.attention = (LatentAttention if spec.latent else Attention)(spec, queue)
         self.norm2 = _norm(spec)
         self.mlp = _feed_forward(spec, queue, layer)
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
+        if "half_microbatches" in self.mlp.seam.overlap and x_SBD.shape[1] % 2 == 0:
+            return self._in_halves(x_SBD, around)
         attended = self.attention(around.cheap(self.norm1, x_SBD), around)
         x_SBD = x_SBD + self._dropped(attended, around, "attention")
         out: Tensor = x_SBD + self._dropped(self.mlp(around.cheap(self.norm2, x_SBD), around), around, "mlp")
         return out
 
-    def _dropped(self, x_SBD: Tensor, around: Surroundings, site: str) -> Tensor:
+    def _in_halves(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
+        """The same for two halves of the sequences in turn, each computed while what the other made is summed."""
+        turns, middle = Turns(), x_SBD.shape[1] // 2
+        parts = slice(0, middle), slice(middle, None)
+        halves = [(x_SBD[:, at].contiguous(), around.half(at, turns)) for at in parts]
+        left = [self.attention(near.cheap(self.norm1, x), near) for x, near in halves]
+        between = []
+        for (x, near), out in zip(halves, left, strict=True):
+            x = x + self._dropped(arrive(out, self.attention.seam, turns), near, "attention")
+            between.append((x, near, self.mlp(near.cheap(self.norm2, x), near)))
+        return torch.cat(
+            [x + self._dropped(arrive(out, self.mlp.seam, turns), near, "mlp") for x, near, out in between], 1
+        )
+
+    def _dropped(self, x_SBD: Tensor, around: Surroundings, site: Site) -> Tensor:
         if around.noise is None:
             return x_SBD
-        return around.noise.drop(x_SBD, self.dropout, self.layer, site, _first_row(x_SBD, self.mlp.seam))
+        return around.noise.drop(x_SBD, self.dropout, site, _first_row(x_SBD, self.mlp.seam))
 
 
 class Stage(nn.Module):
@@ -250,6 +280,7 @@ class Stage(nn.Module):
         self.parts: Parts | None = None
         self.gate = OPEN_GATE
         self.recompute: Recompute = "none"
+        self.compiled = False
         self.loss_chunk: int | None = None
         if stage.embedding or (stage.head and spec.tied):
             self.embedding = Table(spec.vocab, spec.hidden)
@@ -266,6 +297,12 @@ class Stage(nn.Module):
     def blocks(self) -> list[Block]:
         """The transformer layers of this stage, in order."""
         return [block for block in self.layers.values() if isinstance(block, Block)]
+
+    def compile_blocks(self, backend: str, *, split: bool) -> None:
+        """Compile every block, whole unless weight gradients are put off (`split`), which goes on between its parts."""
+        self.compiled, self.queue.split = True, split
+        for block in self.blocks():
+            block.compile(fullgraph=not split, dynamic=False, backend=backend)
 
     @property
     def head_table(self) -> Table:
@@ -291,7 +328,7 @@ class Stage(nn.Module):
         if noise is not None and not (self.spec.dropout or self.spec.attention_dropout):
             noise = None
         if noise is not None and self.parts is not None:
-            noise = replace(noise, held=self.parts.places(len(positions_SB)))
+            noise = replace(noise, places_S=self.parts.places_of(len(positions_SB), positions_SB.device))
         if self.stage.embedding:
             with self.gate.forward_only("embedding"):
                 x = self._embed(x, positions_SB, noise)
@@ -300,8 +337,9 @@ class Stage(nn.Module):
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
         seen = self._seen(positions_SB, documents_BS)
-        around = Surroundings(rotation=rotation, noise=noise, routing=routing, **seen)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
+            drops = None if noise is None else noise.of(layer)
+            around = Surroundings(rotation=rotation, noise=drops, routing=routing, **seen)
             x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
         if self.stage.head:
             x = self.final_norm(self.gate.enter("head", x))
@@ -338,6 +376,9 @@ class Stage(nn.Module):
             return full(block, x_SBD, around)
         if self.recompute == "none":
             return cast(Tensor, block(x_SBD, around))
+        if self.compiled:
+            # A compiler knows a checkpoint: what is cheap lies in small ones, and is made again wherever it is needed.
+            return cast(Tensor, block(x_SBD, replace(around, cheap=full)))
         cookbook = Cookbook()
         with cookbook.open():
             return cast(Tensor, block(x_SBD, replace(around, cheap=cookbook.cheap)))
@@ -350,7 +391,7 @@ class Stage(nn.Module):
                 positions_SB = seam.group.part(positions_SB)
             x = x + F.embedding(positions_SB, self.position.weight)
         if noise is not None:
-            x = noise.drop(x, self.spec.dropout, -1, "embedding", _first_row(x, seam))
+            x = noise.of(-1).drop(x, self.spec.dropout, "embedding", _first_row(x, seam))
         return x
 
 

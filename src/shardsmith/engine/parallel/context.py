@@ -19,7 +19,8 @@ def split(microbatch: Microbatch, parts: Parts) -> Microbatch:
     """This rank's part of a `microbatch` of whole sequences.
 
     Labels were shifted on the whole sequence and positions counted on it, so tokens, labels and positions are cut
-    alike and no target is lost (cases A25, A26). Documents stay whole: queries meet keys of all parts.
+    alike and no target is lost (cases A25, A26). Documents stay whole, since queries meet keys of all parts, and on the
+    CPU, since what is to be computed follows from them.
     """
     if parts.count == 1:
         return microbatch
@@ -28,4 +29,5 @@ def split(microbatch: Microbatch, parts: Parts) -> Microbatch:
         tokens=parts.split(microbatch.tokens, 1),
         labels=parts.split(microbatch.labels, 1),
         positions=parts.split(microbatch.positions, 1),
+        documents=None if microbatch.documents is None else microbatch.documents.cpu(),
     )

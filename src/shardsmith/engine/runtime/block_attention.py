@@ -67,9 +67,8 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
     Every query must have seen a key in what was merged so far: a finite lse keeps the weights defined.
     """
-    both = torch.logaddexp(lse, more_lse)
-    out.mul_((lse - both).exp_()[..., None]).addcmul_(more.to(out.dtype), (more_lse - both).exp_()[..., None])
-    lse.copy_(both)
+    out.lerp_(more.to(out.dtype), torch.sigmoid(more_lse - lse)[..., None])
+    lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 Legend: S rows of the sequence on this rank, B sequences, H query heads, G key/value heads, E head_dim; U ranks of the
 exchange. Tensors of a model are [S, B, heads, E]. Inside, a rank works on U x S rows of 1/U of the heads, and keys
-travel with values, [2, U x S, B, G / U, E]: each hop is under way while the keys that are here are attended to (Liu
+travel with values, [2, B, G / U, U x S, E]: each hop is under way while the keys that are here are attended to (Liu
 et al. 2023). Saved for backward is this rank's own part alone; backward sends keys and values around again.
 """
 
@@ -19,8 +19,8 @@ from shardsmith.engine.runtime.block_attention import Seen, attend, attend_backw
 from shardsmith.engine.runtime.group import Arriving, Group
 from shardsmith.engine.runtime.key_blocks import Block, Blocks
 
-Keep = Callable[[Block, int], Tensor]
-"""Dropout factors [B, H / U, rows, keys] of a block against the keys of a rank of the ring."""
+Keep = Callable[[Block, int, Tensor], Tensor]
+"""Dropout factors [B, H / U, rows, keys] of a block, against the keys of a rank of the ring, for its queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,10 @@ class Ring:
     keep: Keep | None = None
 
     def forward(self, q: Tensor, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        """(out [S, B, H, E], lse [B, H, S]) of the queries [S, B, H, E] over keys and values [2, S, B, G, E] of all."""
-        out = q.new_empty(q.shape, dtype=wide(q.dtype))
-        total, lse = _heads_first(out), out.new_empty((*q.shape[1:3], q.shape[0]))
+        """(out [S, B, H, E], lse [B, H, S]) of queries [B, H, S, E] over keys and values [2, B, G, S, E] of all."""
+        sequences, heads, rows, width = q.shape
+        out = q.new_empty((rows, sequences, heads, width), dtype=wide(q.dtype))
+        total, lse = heads_first(out), out.new_empty((sequences, heads, rows))
         arriving = self._start(keys_values, "keys_values_forward", 1)
         # The own part comes first: in it every query sees itself, and merging needs that it has seen something.
         for block in self.blocks[self.group.index]:
@@ -97,13 +98,13 @@ class Ring:
         return out.to(q.dtype), lse
 
     def backward(self, grad: Tensor, q: Tensor, keys_values: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of `q` and `keys_values`, in float32 or wider.
+        """Gradients of `q` and `keys_values`, in float32 or wider; `grad` is that of `out`.
 
         Gradients of keys and values travel one hop behind them: each rank adds its part, and the last hop brings them
         home, where the own part waits.
         """
         grad_q = torch.zeros_like(q, dtype=wide(q.dtype))
-        saved = (grad, q, out, lse)
+        saved = (heads_first(grad), q, heads_first(out), lse)
         arriving = self._start(keys_values, "keys_values_backward", 1)
         own = self._backward(saved, keys_values, grad_q, self.group.index)
         travelling: Arriving | None = None
@@ -124,37 +125,27 @@ class Ring:
         return self.group.pass_on(keys_values, purpose) if step < self.group.size else None
 
     def _attend(self, q: Tensor, keys_values: Tensor, block: Block, source: int) -> tuple[Tensor, Tensor]:
-        k, v = (_heads_first(x[block.keys]) for x in keys_values)
-        return attend(_heads_first(q[block.rows]), k, v, self._seen(block, source, q.device), self.scale)
+        k, v = keys_values[:, :, :, block.keys]
+        q = q[:, :, block.rows]
+        return attend(q, k, v, self._seen(block, source, q), self.scale)
 
     def _backward(self, saved: tuple[Tensor, ...], keys_values: Tensor, grad_q: Tensor, source: int) -> Tensor:
         """Gradients of the keys and values of `source`; those of the queries are added to `grad_q`."""
-        grad, q, out, lse = saved
         found = torch.zeros_like(keys_values, dtype=grad_q.dtype)
         for block in self.blocks[source]:
-            k, v = (_heads_first(x[block.keys]) for x in keys_values)
-            of_rows = [_heads_first(x[block.rows]) for x in (grad, q, out)]
-            grads = attend_backward(
-                of_rows[0],
-                of_rows[1],
-                k,
-                v,
-                of_rows[2],
-                lse[:, :, block.rows],
-                self._seen(block, source, q.device),
-                self.scale,
-            )
-            _heads_first(grad_q[block.rows]).add_(grads[0])
-            for total, more in zip(found, grads[1:], strict=True):
-                _heads_first(total[block.keys]).add_(more)
+            grad, q, out, lse = (x[:, :, block.rows] for x in saved)
+            k, v = keys_values[:, :, :, block.keys]
+            more = attend_backward(grad, q, k, v, out, lse, self._seen(block, source, q), self.scale)
+            for total, part in zip((grad_q[:, :, block.rows], *found[:, :, :, block.keys]), more, strict=True):
+                total.add_(part)
         return found
 
-    def _seen(self, block: Block, source: int, device: torch.device) -> Seen:
-        keep = None if self.keep is None else self.keep(block, source)
-        return Seen(causal=block.kind == "causal", mask=block.mask(device), keep=keep)
+    def _seen(self, block: Block, source: int, q: Tensor) -> Seen:
+        keep = None if self.keep is None else self.keep(block, source, q)
+        return Seen(causal=block.kind == "causal", mask=block.mask(q.device), keep=keep)
 
 
-def _heads_first(x: Tensor) -> Tensor:
+def heads_first(x: Tensor) -> Tensor:
     """[S, B, heads, E] -> [B, heads, S, E], a view."""
     return x.permute(1, 2, 0, 3)
 
@@ -163,8 +154,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, ring: Ring
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Attention of this rank's rows [S, B, heads, E] to those of all, and what `backward` needs of it."""
-    q, k, v = exchange.to_heads((q, k, v), "heads_forward")
-    keys_values = torch.stack((k, v))
+    q, k, v = (heads_first(x) for x in exchange.to_heads((q, k, v), "heads_forward"))
+    # Kernels are faster on heads that lie together, and these copies are what is kept.
+    q, keys_values = q.contiguous(), torch.stack((k, v))
     out, lse = ring.forward(q, keys_values)
     (rows,) = exchange.to_rows((out,), "heads_forward")
     return rows, (q, keys_values, out, lse)
@@ -177,7 +169,8 @@ def backward(
     q, keys_values, out, lse = saved
     (grad,) = exchange.to_heads((grad,), "heads_backward")
     grad_q, grad_kv = (x.to(q.dtype) for x in ring.backward(grad, q, keys_values, out, lse))
-    grad_q, grad_k, grad_v = exchange.to_rows((grad_q, *grad_kv), "heads_backward")
+    parts = [x.permute(2, 0, 1, 3) for x in (grad_q, *grad_kv)]
+    grad_q, grad_k, grad_v = exchange.to_rows(parts, "heads_backward")
     return grad_q, _gathered(grad_k, heads), _gathered(grad_v, heads)
 
 

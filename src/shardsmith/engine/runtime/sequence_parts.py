@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 
 from shardsmith.engine.runtime import ring_attention
+from shardsmith.engine.runtime.block_attention import wide
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.key_blocks import Block, Blocks, key_blocks
-from shardsmith.engine.runtime.noise import Noise, cut
+from shardsmith.engine.runtime.noise import Noise
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.runtime.ring_attention import Exchange, Ring
 from shardsmith.layout.axes.context import places
@@ -41,6 +42,10 @@ class Parts:
         """The places in the sequence of the `rows` rows that this rank holds."""
         return places(rows * self.count, self.count, self.index)
 
+    def places_of(self, rows: int, device: torch.device) -> Tensor:
+        """The same as one tensor [rows]."""
+        return _flat(self.places(rows), device)
+
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of an `x` that has the whole sequence along `dim`."""
         if self.count == 1:
@@ -56,12 +61,11 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """Dropout of attention probabilities: masks of a pass, the first query head of this tensor rank, rate and layer."""
+    """Dropout of attention probabilities: the masks of a layer, the first query head of this tensor rank, the rate."""
 
     noise: Noise
     first_head: int
     rate: float
-    layer: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +83,26 @@ class View:
         """Causal attention of this rank's rows to those of all ranks, [S, B, H, E]: S are this rank's rows."""
         if torch.compiler.is_compiling():
             names = (_name(self.parts.ring), _name(self.parts.ulysses))
-            out: Tensor = attend_traced(q_SBHE, k_SBGE, v_SBGE, self.documents, *names, self.window, scale)[0]
+            keys, drop = (None, (0.0, 0))
+            if dropped is not None:
+                keys, drop = dropped.noise.keys_B, (dropped.rate, dropped.first_head)
+            rest = (self.documents, keys, *names, self.window, scale, *drop)
+            out: Tensor = attend_traced(q_SBHE, k_SBGE, v_SBGE, *rest)[0]
             return out
-        ring = self.ring(scale, None if dropped is None else _Keep(view=self, dropped=dropped, heads=q_SBHE.shape[2]))
-        return ring_attention.ring_attention(q_SBHE, k_SBGE, v_SBGE, self.exchange, ring)
+        return ring_attention.ring_attention(q_SBHE, k_SBGE, v_SBGE, self.exchange, self.ring(scale, dropped))
+
+    def of(self, sequences: slice) -> View:
+        """The same for some sequences of the microbatch."""
+        return self if self.documents is None else replace(self, documents=self.documents[sequences])
 
     @property
     def exchange(self) -> Exchange:
         """Heads for sequence among the ulysses ranks."""
         return Exchange(group=self.parts.ulysses)
 
-    def ring(self, scale: float, keep: _Keep | None = None) -> Ring:
+    def ring(self, scale: float, dropped: Dropped | None = None) -> Ring:
         """The ring of a pass."""
+        keep = None if dropped is None else _Keep(view=self, dropped=dropped)
         return Ring(group=self.parts.ring, blocks=self.blocks, scale=scale, keep=keep)
 
     @cached_property
@@ -109,19 +121,27 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class _Keep:
-    """Dropout factors of a pass by block; drawn for each block anew, as they are named by what they cover."""
+    """Dropout factors by block; made for each anew, as they are named by what they cover."""
 
     view: View
     dropped: Dropped
-    heads: int
 
-    def __call__(self, block: Block, source: int) -> Tensor:
-        """Factors [B, heads of this rank, rows, keys]."""
-        parts, d = self.view.parts, self.dropped
-        each = self.heads // parts.ulysses.size
-        first = d.first_head + parts.ulysses.index * each
-        rows, keys = cut(self.view.around[parts.ring.index], block.rows), cut(self.view.around[source], block.keys)
-        return d.noise.attention(range(first, first + each), rows, keys, self.view.length, d.rate, d.layer)
+    def __call__(self, block: Block, source: int, like: Tensor) -> Tensor:
+        """Factors [B, heads, rows, keys] for queries `like` [B, heads, rows, E]."""
+        parts, dropped = self.view.parts, self.dropped
+        rows = self._places(parts.ring.index, block.rows, like.device)
+        keys = self._places(source, block.keys, like.device)
+        ones = torch.ones(*like.shape[:3], len(keys), dtype=wide(like.dtype), device=like.device)
+        first = dropped.first_head + parts.ulysses.index * like.shape[1]
+        return dropped.noise.drop_probabilities(ones, dropped.rate, first, rows, keys)
+
+    def _places(self, rank: int, rows: slice, device: torch.device) -> Tensor:
+        """The places of some rows of a rank of the ring."""
+        return _flat(self.view.around[rank], device)[rows]
+
+
+def _flat(held: tuple[range, ...], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(r.start, r.stop, device=device) for r in held])
 
 
 # A compiler cannot look into what follows: inside a compiled block attention is one operator on names of groups. It is
@@ -134,37 +154,44 @@ def attend_traced(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    drop_keys: Tensor | None,
     ring: str,
     ulysses: str,
     window: int | None,
     scale: float,
+    rate: float,
+    first_head: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `View.attend` computes, and for its backward keys with values, log-sum-exps, exchanged queries and output.
+    """What `View.attend` computes, and for its backward queries, keys with values, log-sum-exps and exchanged output.
 
-    The last two are empty where nothing is exchanged.
+    The last is empty where nothing is exchanged.
     """
     view = _named(ring, ulysses).view(len(q), documents, window)
-    out, (queries, keys_values, whole, lse) = ring_attention.forward(q, k, v, view.exchange, view.ring(scale))
-    if not ulysses:
-        queries, whole = q.new_empty(0), q.new_empty(0)
-    return out, keys_values, lse, queries, whole
+    around = view.ring(scale, _named_noise(drop_keys, rate, first_head))
+    out, (queries, keys_values, whole, lse) = ring_attention.forward(q, k, v, view.exchange, around)
+    # An operator's outputs must not be its inputs, nor share memory among themselves.
+    queries = queries.clone() if queries.data_ptr() == q.data_ptr() else queries
+    return out, queries, keys_values, lse, whole if ulysses else q.new_empty(0)
 
 
 @torch.library.custom_op("shardsmith::context_attention_backward", mutates_args=())
 def backward_traced(
     grad: Tensor,
     saved: list[Tensor],
-    documents: Tensor | None,
     heads: int,
+    documents: Tensor | None,
+    drop_keys: Tensor | None,
     ring: str,
     ulysses: str,
     window: int | None,
     scale: float,
+    rate: float,
+    first_head: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
     view = _named(ring, ulysses).view(len(grad), documents, window)
-    grads = ring_attention.backward(grad, tuple(saved), heads, view.exchange, view.ring(scale))
-    # An operator's outputs must not share memory, which gradients of keys and values may.
+    around = view.ring(scale, _named_noise(drop_keys, rate, first_head))
+    grads = ring_attention.backward(grad, tuple(saved), heads, view.exchange, around)
     return grads[0].contiguous(), grads[1].clone(memory_format=torch.contiguous_format), grads[2].contiguous()
 
 
@@ -174,22 +201,24 @@ def _(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    drop_keys: Tensor | None,
     ring: str,
     ulysses: str,
     window: int | None,
     scale: float,
+    rate: float,
+    first_head: int,
 ) -> tuple[Tensor, ...]:
     rows, sequences, heads, width = q.shape
     ranks = _group(ulysses).size
     keys = max(k.shape[2], ranks) // ranks
     wide = torch.promote_types(q.dtype, torch.float32)
-    exchanged = (ranks * rows, sequences, heads // ranks, width) if ulysses else (0,)
     return (
         q.new_empty(q.shape),
-        k.new_empty((2, ranks * rows, sequences, keys, width)),
+        q.new_empty((sequences, heads // ranks, ranks * rows, width)),
+        k.new_empty((2, sequences, keys, ranks * rows, width)),
         q.new_empty((sequences, heads // ranks, ranks * rows), dtype=wide),
-        q.new_empty(exchanged),
-        q.new_empty(exchanged),
+        q.new_empty((ranks * rows, sequences, heads // ranks, width) if ulysses else (0,)),
     )
 
 
@@ -197,31 +226,37 @@ def _(
 def _(
     grad: Tensor,
     saved: list[Tensor],
-    documents: Tensor | None,
     heads: int,
+    documents: Tensor | None,
+    drop_keys: Tensor | None,
     ring: str,
     ulysses: str,
     window: int | None,
     scale: float,
+    rate: float,
+    first_head: int,
 ) -> tuple[Tensor, ...]:
     keys = grad.new_empty((*grad.shape[:2], heads, grad.shape[3]))
     return grad.new_empty(grad.shape), keys, torch.empty_like(keys)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, _, ctx.documents, *ctx.names, ctx.window, ctx.scale = inputs
-    out, keys_values, lse, queries, whole = output
-    ctx.heads, exchanged = k.shape[2], bool(ctx.names[1])
-    ctx.save_for_backward(queries if exchanged else q, keys_values, whole if exchanged else out, lse)
+    _, k, _, *ctx.rest = inputs
+    out, queries, keys_values, lse, whole = output
+    ctx.heads = k.shape[2]
+    ctx.save_for_backward(queries, keys_values, whole if whole.numel() else out, lse)
 
 
 def _backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-    saved = list(ctx.saved_tensors)
-    grads = backward_traced(grad, saved, ctx.documents, ctx.heads, *ctx.names, ctx.window, ctx.scale)
-    return *grads, None, None, None, None, None
+    grads = backward_traced(grad, list(ctx.saved_tensors), ctx.heads, *ctx.rest)
+    return *grads, *[None] * len(ctx.rest)
 
 
 attend_traced.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _named_noise(keys: Tensor | None, rate: float, first_head: int) -> Dropped | None:
+    return None if keys is None else Dropped(noise=Noise(keys_B=keys), first_head=first_head, rate=rate)
 
 
 def _name(group: Group) -> str:

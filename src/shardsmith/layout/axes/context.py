@@ -111,10 +111,11 @@ def context_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
     Per layer and microbatch Ulysses exchanges queries, keys and values together, then the output; backward the
     output's gradient, then those of all three. The ring passes keys and values on ring - 1 times forward and
     as often again backward, and with them their gradients in float32 or wider, as these are sums. A layer
-    recomputed in backward communicates forward once more.
+    recomputed in backward communicates forward once more. Halves of microbatches communicate each for itself.
     """
     plan, model, work = setup.plan, setup.model, setup.workload
-    per_step = len(stage.layers) * batching(plan, work).microbatches
+    halves = 2 if "half_microbatches" in plan.overlap else 1
+    per_step = len(stage.layers) * batching(plan, work).microbatches * halves
     heads, hops = heads_of(plan, model), ring(plan) - 1
     head = local_rows(setup) * model.head_dim * DTYPE_BYTES[work.dtype]
     passes = 1 + int(plan.recompute == "full")
@@ -122,7 +123,8 @@ def context_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
 
     def calls(kind: CommKind, purpose: str, times: int, size: int) -> None:
         count = times * per_step
-        found.append(CollectiveCount(axis="context", kind=kind, purpose=purpose, count=count, bytes=count * size))
+        bytes_ = count * size // halves
+        found.append(CollectiveCount(axis="context", kind=kind, purpose=purpose, count=count, bytes=bytes_))
 
     if plan.ulysses > 1:
         joined, out = (heads.query + 2 * heads.sent) * head, heads.query * head

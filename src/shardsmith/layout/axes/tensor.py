@@ -23,6 +23,7 @@ from typing import Literal
 
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind, Shard
+from shardsmith.layout.overlap import pieces
 from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
@@ -145,8 +146,10 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
     rows = size // setup.model.hidden
     for layer in stage.layers:
         for call in layer_calls(setup.model, layer, sequence_parallel=sp):
-            again = plan.recompute == "full" and call.recomputed
-            found.append(calls(call.kind, f"layer_{call.phase}", 1 + again, rows * call.width))
+            cuts = pieces(setup, for_weights=call.for_weights)
+            made = cuts + (_made_again(setup, call, cuts) if plan.recompute == "full" else 0)
+            whole = calls(call.kind, f"layer_{call.phase}", made)
+            found.append(replace(whole, bytes=whole.count * rows * call.width // cuts))
     if stage.head:
         found.append(calls("all_gather", "head_forward", int(sp)))
         found.append(calls("reduce_scatter" if sp else "all_reduce", "head_backward", 1))
@@ -171,13 +174,28 @@ class LayerCall:
     """One call in one layer and microbatch, whose payload is the whole sequence in `width` channels.
 
     `recomputed`: a layer that is recomputed in backward makes the call once more. It stops ahead of its closing
-    sum, which no saved tensor depends on.
+    sum, which no saved tensor depends on. `for_weights`: it gathers an input again for the weight gradient.
     """
 
     kind: CommKind
     phase: Literal["forward", "backward"]
     width: int
     recomputed: bool = False
+    for_weights: bool = False
+
+
+def _made_again(setup: Setup, call: LayerCall, cuts: int) -> int:
+    """Pieces of a call, which is cut into `cuts`, that a recomputed layer makes once more.
+
+    With chunks the closing sum is made inside the product that it closes, which is made again. Of two halves the
+    first one's closing sum lies ahead of the second one's last product.
+    """
+    if call.recomputed:
+        return cuts
+    closing = call.phase == "forward"
+    if closing and "chunks" in setup.plan.overlap:
+        return cuts
+    return int(closing and "half_microbatches" in setup.plan.overlap)
 
 
 def layer_calls(model: ModelSpec, layer: int, *, sequence_parallel: bool) -> list[LayerCall]:
@@ -208,7 +226,7 @@ def _enter(width: int, sp: bool) -> list[LayerCall]:
     return [
         LayerCall(kind="all_gather", phase="forward", width=width, recomputed=True),
         LayerCall(kind="reduce_scatter", phase="backward", width=width),
-        LayerCall(kind="all_gather", phase="backward", width=width),
+        LayerCall(kind="all_gather", phase="backward", width=width, for_weights=True),
     ]
 
 

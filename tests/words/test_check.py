@@ -177,10 +177,15 @@ def test_everything_wrong_comes_at_once() -> None:
 
 def test_what_is_not_built_is_refused_for_a_run_and_a_warning_for_a_thought() -> None:
     found = setup("", model="deepseek-v3")
-    found = replace(found, model=found.model.with_(mtp_layers=1))
     faults, refusals = ([f for f in check(found, running=running) if f.code == "X101"] for running in (False, True))
     assert {f.severity for f in faults} == {"warning"}
     assert {f.severity for f in refusals} == {"error"}
+    assert all("mtp_layers = 1" in f.values[0][1] for f in faults)
+
+
+@pytest.mark.parametrize(("key", "code"), [("compile=true", "X106"), ("tensor=2,overlap=chunks", "X107")])
+def test_what_experts_cannot_be_combined_with(key: str, code: str) -> None:
+    assert [f.code for f in check(setup(key, model="tiny-moe"), running=True) if f.severity == "error"] == [code]
 
 
 def test_dtypes_that_waste_or_lose_what_they_hold() -> None:

@@ -22,19 +22,30 @@ COMPILED_EXPERTS = Code(
     title="compile with experts or latent attention",
     because="how many rows an expert gets is known only when tokens have chosen, and a block is compiled whole",
 )
+OVERLAPPED_EXPERTS = Code(
+    code="X107",
+    title="overlap with experts or latent attention",
+    because="overlap moves the sums of dense blocks; latents enter all heads at once, and a dispatch has its own place",
+)
 
 
 def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
     """Fields that ask for what is not built: errors before a run, warnings where a plan is only thought about."""
-    plan, faults = setup.plan, []
-    if setup.model.mtp_layers:
+    plan, model, faults = setup.plan, setup.model, []
+    if model.mtp_layers:
         said = setup.said("model.mtp_layers")
         message = "training layers that predict further tokens is not built yet"
         faults.append(NOT_BUILT.fault(message, *said, hint="mtp_layers = 0: the model without them"))
-    if plan.compile and (setup.model.experts is not None or setup.model.latent is not None):
-        part = (setup.origin("model.experts"), "[experts]" if setup.model.experts is not None else "[latent]")
-        message = f"{setup.model.name} cannot be compiled"
-        faults.append(COMPILED_EXPERTS.fault(message, *setup.said("plan.compile"), part, hint="compile = false"))
+    for part in ("experts", "latent"):
+        if getattr(model, part) is None:
+            continue
+        has = (setup.origin(f"model.{part}"), f"[{part}]")
+        if plan.compile:
+            message = f"{model.name} cannot be compiled"
+            faults.append(COMPILED_EXPERTS.fault(message, *setup.said("plan.compile"), has, hint="compile = false"))
+        if plan.overlap:
+            message = f"tensor collectives of {model.name} cannot be overlapped"
+            faults.append(OVERLAPPED_EXPERTS.fault(message, *setup.said("plan.overlap"), has, hint="leave overlap out"))
     faults += asynchronous_faults(setup)
     return faults if running else [replace(fault, severity="warning") for fault in faults]
 

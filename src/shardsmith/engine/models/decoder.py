@@ -117,8 +117,18 @@ class Attention(nn.Module):
             out = around.view.attend(q, k, v, self.scale, self._dropped(around.noise, q.shape[2]))
         else:
             out = self._attend(q, k, v, around)
-        out = out[..., : self.value_dim].flatten(2)
-        return linear(out, [self.o], self.seam.leaving, self.queue, around.turns)[0]
+        out = out[..., : self.value_dim]
+        return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
+
+    def _projected(self, x_SBD: Tensor, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [S, B, H, E], rotated keys and values [S, B, key/value heads, E] of this rank."""
+        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue, around.turns)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if around.rotation is not None:
+            q, k = rotate(q, *around.rotation), rotate(k, *around.rotation)
+        return q, k, v
 
     def _attend(self, q_SBHE: Tensor, k_SBHE: Tensor, v_SBHE: Tensor, around: Surroundings) -> Tensor:
         """Attention where the whole sequence is on this rank, [S, B, H, E]."""
@@ -131,16 +141,6 @@ class Attention(nn.Module):
                 q, k, v, attn_mask=around.mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
         return out.permute(2, 0, 1, 3)
-
-    def _projected(self, x_SBD: Tensor, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [S, B, H, E], rotated keys and values [S, B, key/value heads, E] of this rank."""
-        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue, around.turns)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if around.rotation is not None:
-            q, k = rotate(q, *around.rotation), rotate(k, *around.rotation)
-        return q, k, v
 
     def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
         """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
@@ -338,8 +338,8 @@ class Stage(nn.Module):
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
         seen = self._seen(positions_SB, documents_BS)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
-            near = None if noise is None else noise.of(layer)
-            around = Surroundings(rotation=rotation, noise=near, routing=routing, **seen)
+            drops = None if noise is None else noise.of(layer)
+            around = Surroundings(rotation=rotation, noise=drops, routing=routing, **seen)
             x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
         if self.stage.head:
             x = self.final_norm(self.gate.enter("head", x))

@@ -20,7 +20,7 @@ from shardsmith.specs.model import ModelSpec
 
 def mixtures(stage: Stage) -> dict[int, MoE]:
     """The mixtures of experts of `stage`, by layer."""
-    return {block.layer: block.mlp for block in stage.blocks() if isinstance(block.mlp, MoE)}
+    return {block.mlp.layer: block.mlp for block in stage.blocks() if isinstance(block.mlp, MoE)}
 
 
 def attach(stage: Stage, plan: Plan, groups: Groups) -> None:

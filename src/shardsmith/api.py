@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.planner.result import SearchResult
     from shardsmith.design.serving.demand import ServingDtype
     from shardsmith.design.serving.search import ServingResult
     from shardsmith.design.simulator.simulation import Simulation
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from shardsmith.schedule.solve import Solved
     from shardsmith.schedule.study import Study
     from shardsmith.specs.cluster import ClusterSpec
+    from shardsmith.specs.job import Dtype
     from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
@@ -203,6 +205,55 @@ def simulate(
 
     lengths = None if times is None else parse_times(times, "--times")
     return simulate_plan(setup, slow=slow, times=lengths, target=target, record=record)
+
+
+def search(
+    model: ModelSpec | str,
+    cluster: ClusterSpec | str,
+    *,
+    global_batch: int,
+    seq_len: int,
+    nodes: int | None = None,
+    dtype: Dtype = "bfloat16",
+    top: int = 5,
+    fix: Sequence[str] = (),
+    memory_gib: float | None = None,
+    target: str | None = None,
+    tokens: float | None = None,
+    days: float | None = None,
+    goal: Literal["fewest", "cheapest"] = "fewest",
+    mtbf_hours: float | None = None,
+    checkpoint_minutes: float | None = None,
+) -> SearchResult:
+    """The best plans to train a model on a cluster, best first, with why; needs no torch.
+
+    `fix` holds plan fields to one value (`tensor=8`). With `days` and `tokens` the answer is for the `fewest` nodes,
+    of at most `nodes`, that train in time, or the `cheapest` in device hours. Raises `Refused` for bad input, and
+    where no layout is legal (L101), none fits (L102) or none is fast enough (L103), with what would help.
+    """
+    from shardsmith.design.cost.subject import DEFAULT_TARGET
+    from shardsmith.design.planner.goodput import Failures
+    from shardsmith.design.planner.search import Question, fixed_fields, search
+    from shardsmith.specs.job import Workload
+    from shardsmith.specs.library import cluster_named, model_named
+
+    spec = cluster_named(cluster, nodes) if isinstance(cluster, str) else cluster
+    failures = Failures(interval_s=None if checkpoint_minutes is None else checkpoint_minutes * 60.0)
+    return search(
+        Question(
+            model=model_named(model) if isinstance(model, str) else model,
+            workload=Workload(seq_len=seq_len, global_batch=global_batch, dtype=dtype),
+            cluster=spec if nodes is None else spec.with_nodes(nodes),
+            target=target or DEFAULT_TARGET,
+            fixed=fixed_fields(fix),
+            count=top,
+            memory_gib=memory_gib,
+            tokens=tokens,
+            goal_days=days,
+            objective="fastest" if days is None else goal,
+            failures=failures if mtbf_hours is None else replace(failures, device_hours=mtbf_hours),
+        )
+    )
 
 
 def serve(

@@ -85,28 +85,34 @@ def compose(b: Batch, c: Constants, one: Pass) -> Step:
     )
 
 
-def least(b: Batch, c: Constants, one: Pass, reduce: float, param: float) -> Array:
-    """Seconds that no plan with these stages goes below, however it shards states kept in so many bytes."""
-    return (flow(b, c, one).total + c["step_fixed"] + least_data(b, c, reduce, param)) * jitter(b, c)
+def least(b: Batch, c: Constants, one: Pass) -> Array:
+    """Seconds that no plan with these stages goes below, however it shards its states."""
+    return (flow(b, c, one).total + c["step_fixed"]) * jitter(b, c)
 
 
-def least_data(b: Batch, c: Constants, reduce: float, param: float) -> Array:
-    """Seconds of data communication and update that every ZeRO level and number of replicas leaves exposed.
+def least_data(b: Batch, c: Constants, level: int, reduce: float, param: float) -> Array:
+    """Seconds of data communication and update that stay exposed at best, with `reduce` and `param` bytes.
 
-    Once a step every gradient is summed and every weight made whole again, over at least the link to the nearest
-    rank that shares them; what streams layer by layer moves that much more often, and at least half of it.
+    `level` 1 stands for all plans that keep whole weights and gradients over a step, 2 and 3 for those that
+    reduce gradients, and gather weights too, each microbatch. Everything moves over the nearest rank's link at
+    best; what is sharded moves at least half of itself.
     """
     members, weights = b.data * b.context, b.layers / b.pipeline * layer_weights(b) / b.tensor
     near = np.where(b.context > 1, np.minimum(b.data_stride, b.context_stride), b.data_stride)
     near = np.where(b.data > 1, near, b.context_stride)
     bandwidth = reach(b, c, Group(members=np.minimum(members, 2.0), stride=near)).bandwidth
-    for level in range(1, len(b.level_size)):
-        full = np.minimum(members, np.maximum(b.level_size[level - 1] / near, 1.0))
-        bandwidth = np.maximum(bandwidth, b.level_bandwidth[level] * c["net_share"] * np.minimum(full, members))
-    each = min(6.0, reduce + min(reduce, param))
-    shown = np.minimum(1.0 - b.overlap_data, (1.0 - b.overlap_shard) / 2.0)
-    moved = shown * each * weights * (members - 1.0) / members / bandwidth
-    return moved + b.optimizer_bytes * weights / members / memory_rate(b, c)
+    for link in range(1, len(b.level_size)):
+        inside = np.clip(b.level_size[link - 1] / near, 1.0, members)
+        bandwidth = np.maximum(bandwidth, b.level_bandwidth[link] * c["net_share"] * inside)
+    once = (1.0 - b.overlap_data) * (members - 1.0) / members
+    often = (1.0 - b.overlap_shard) * np.where(members > 1, 0.5, 0.0) * b.microbatches
+    bytes_moved = {
+        1: once * (reduce + min(reduce, param)),
+        2: often * reduce + once * param * 0.5,
+        3: often * 6.0,
+    }[level]
+    update = b.optimizer_bytes * weights / members / memory_rate(b, c)
+    return (bytes_moved * weights / bandwidth + update) * jitter(b, c)
 
 
 @dataclass(frozen=True, kw_only=True)

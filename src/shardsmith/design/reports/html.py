@@ -70,11 +70,6 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "breakable": _breakable,
-        "seconds": format_seconds,
-        "bytes": format_bytes,
-        "count": format_count,
-    }
+    environment.filters |= {"breakable": _breakable, "seconds": format_seconds}
     environment.globals |= {"GIB": GIB}
     return environment.get_template("report.html.j2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +80,16 @@ def _show(found: Simulation, drawn: bool) -> tuple[RenderableType, ...]:
         step += f" (80 % of runs: {format_seconds(found.low)} to {format_seconds(found.high)})"
     parts.append(f"{step}, bubble {found.bubble:.2%} of the time until the last backward")
     if found.slow:
-        parts.append(
-            f"without the stragglers {format_seconds(found.undisturbed)}: {found.seconds / found.undisturbed - 1:+.1%}"
-        )
+        slow = ", ".join(f"rank {rank} x {factor:g}" for rank, factor in found.slow.items())
+        cost = found.seconds / found.undisturbed - 1
+        parts.append(f"without stragglers ({slow}) {format_seconds(found.undisturbed)}: they cost {cost:+.1%}")
     if found.order.asynchronous:
         parts.append(f"no flush: in a long run {format_seconds(found.steady)} for as many updates; simulated only")
     if drawn and found.order.microbatches <= 4 * MOST_LINES:
         from shardsmith.design.reports.timeline_picture import timeline_text
 
-        parts.append(timeline_text(found.timeline, width=118))
+        # Where lengths come from, and who is slow, has been said above.
+        parts.append(timeline_text(replace(found.timeline, notes=()), width=118))
     return (*parts, _lanes(found))
 
 

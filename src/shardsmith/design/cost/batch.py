@@ -6,7 +6,7 @@ a million candidates are a handful of array operations. Nothing here knows names
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 import numpy as np
@@ -99,13 +99,19 @@ class Batch:
     overlap_expert: Array
     scatter_gather: Array
     padded_stages: Array
+    overlap_weight_gradient: Array = field(default_factory=lambda: np.zeros(1))
+    """Share of backward's tensor collectives that may run under the weight-gradient products."""
+    synchronous: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1): host time adds up instead of hiding."""
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def select(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Self:
         """The cases that `which` (a mask or indices) names, in its order."""
-        return type(self)(**{f.name: getattr(self, f.name)[..., which] for f in fields(self)})
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        # What was left at its default is one number for all cases.
+        return type(self)(**{k: v if v.shape == (1,) != (len(self),) else v[..., which] for k, v in columns.items()})
 
     @property
     def world(self) -> Array:

@@ -19,23 +19,23 @@ class Reach:
 
 
 def reach(b: Batch, c: Constants, members: Array, stride: Array) -> Reach:
-    """The slowest level that a ring of `members` ranks, `stride` apart, crosses.
+    """The slowest level that a ring of `members` ranks, `stride` apart, crosses, and the hops on every level.
 
     On a level above the first, every member inside one domain of the level below brings its own share of
-    the links outwards: a ring that enters a node with four members leaves it over four network cards.
+    the links outwards: a ring that enters a node with four members leaves it over four network cards. A small
+    message climbs a tree: log2 hops among the members inside a domain, then log2 hops among the domains.
     """
-    span = members * stride
-    share = c["link_share"]
+    span, share = members * stride, c["link_share"]
     bandwidth = b.level_bandwidth[0] * share
-    latency = c["latency"] * b.level_latency[0]
+    inside = np.clip(b.level_size[0] / stride, 1.0, members)
+    hops = b.level_latency[0] * np.log2(inside)
     for level in range(1, len(b.level_size)):
-        below = b.level_size[level - 1]
-        crosses = span > below
-        inside = np.clip(below / stride, 1.0, members)
         outward = np.minimum(b.level_bandwidth[level] * c["net_share"] * inside, bandwidth)
-        bandwidth = np.where(crosses, outward, bandwidth)
-        latency = np.where(crosses, c["latency"] * b.level_latency[level], latency)
-    return Reach(bandwidth=bandwidth, latency=latency * np.log2(np.maximum(members, 2.0)))
+        bandwidth = np.where(span > b.level_size[level - 1], outward, bandwidth)
+        wider = np.clip(b.level_size[level] / stride, 1.0, members)
+        hops = hops + b.level_latency[level] * np.log2(np.maximum(wider / inside, 1.0))
+        inside = wider
+    return Reach(bandwidth=bandwidth, latency=c["latency"] * hops)
 
 
 def one_way(b: Batch, c: Constants, members: Array, stride: Array, size: Array, calls: Array | float = 1.0) -> Array:

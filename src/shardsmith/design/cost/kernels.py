@@ -11,8 +11,9 @@ from shardsmith.design.cost.batch import Array, Batch
 
 Constants = Mapping[str, float]
 
-GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "other")
-"""Families of devices that share a sustained share of their matmul ceiling."""
+GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "other", "measured")
+"""Families of devices that share a sustained share of their matmul ceiling; `measured` says that the ceiling itself
+was measured at the clocks of training."""
 TILES = ((128.0, 256.0, 1.0), (128.0, 128.0, 0.97))
 """Output tiles of the large matrix kernels, with their relative rate; a wave is one tile on every multiprocessor.
 The library takes the one that wastes least of the last wave."""

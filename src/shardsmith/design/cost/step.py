@@ -86,19 +86,26 @@ def layer_pass(b: Batch, c: Constants, k: Layer) -> Pass:
         + b.recompute_gemm * (k.gemm_forward + moe * e.gemm_forward + 2.0 * k.elementwise_forward)
         + b.recompute_attention * k.attention_forward
     )
-    backward = k.backward + 2.0 * tensor + ring_backward + again
+    # Input-gradient products need half of the time of backward's products; the other half can hide collectives.
+    reduced = exposed(c, 2.0 * tensor, b.overlap_weight_gradient, 0.5 * k.gemm_backward)
+    backward = k.backward + reduced + ring_backward + again
     accumulate = accumulation(b, c, expert_weights(b) / b.expert)
     backward = backward + moe * (e.gemm_backward + e.elementwise_backward + exchanged + accumulate)
     calls = b.launches + moe * b.expert_launches + np.where(b.tensor > 1, c["collective_launches"], 0.0)
     floor = c["launch"] * calls
-    forward = smooth_max(forward, floor)
-    backward = smooth_max(backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))
+    forward = with_launches(b, forward, floor)
+    backward = with_launches(b, backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))
     gather = one_way(b, c, b.shard, data_distance(b), 2.0 * layer_weights(b) / b.tensor)
     gather = np.where(b.zero > 2, gather, 0.0)
     return Pass(
         forward=forward + exposed(c, gather, b.overlap_shard, forward),
         backward=backward + exposed(c, 2.0 * gather, b.overlap_shard, backward),
     )
+
+
+def with_launches(b: Batch, kernels: Array, host: Array) -> Array:
+    """Seconds of a pass whose launches run ahead of its kernels, or (`synchronous`) wait for each of them."""
+    return np.where(b.synchronous > 0, kernels + host, smooth_max(kernels, host))
 
 
 def tensor_time(b: Batch, c: Constants) -> Array:

@@ -71,6 +71,7 @@ class Target:
     gather_bytes: float
     optimizer_bytes: float
     overlap_tensor: float
+    overlap_weight_gradient: float = 0.0
     overlap_data: float
     overlap_shard: float
     overlap_pipeline: float

@@ -28,7 +28,7 @@ def reach(b: Batch, c: Constants, members: Array, stride: Array) -> Reach:
     span, share = members * stride, c["link_share"]
     bandwidth = b.level_bandwidth[0] * share
     inside = np.clip(b.level_size[0] / stride, 1.0, members)
-    hops = b.level_latency[0] * np.log2(inside)
+    hops = b.level_latency[0] * (1.0 + np.log2(inside))
     for level in range(1, len(b.level_size)):
         outward = np.minimum(b.level_bandwidth[level] * c["net_share"] * inside, bandwidth)
         bandwidth = np.where(span > b.level_size[level - 1], outward, bandwidth)

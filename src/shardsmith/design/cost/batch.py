@@ -101,6 +101,8 @@ class Batch:
     padded_stages: Array
     overlap_weight_gradient: Array = field(default_factory=lambda: np.zeros(1))
     """Share of backward's tensor collectives that may run under the weight-gradient products."""
+    early_stop: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where recomputation ends with the last value that backward needs: without the layer's last product."""
     synchronous: Array = field(default_factory=lambda: np.zeros(1))
     """1 where every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1): host time adds up instead of hiding."""
 

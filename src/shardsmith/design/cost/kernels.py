@@ -28,9 +28,13 @@ CAST_BYTES_FORWARD, TRANSPOSE_BYTES, CAST_BYTES_BACKWARD = 3.0, 2.0, 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Seconds of one layer and microbatch on one rank, without communication: parts, forward and backward."""
+    """Seconds of one layer and microbatch on one rank, without communication: parts, forward and backward.
+
+    `gemm_last` is what the layer's last product takes of `gemm_forward`.
+    """
 
     gemm_forward: Array
+    gemm_last: Array
     gemm_backward: Array
     attention_forward: Array
     attention_backward: Array
@@ -95,14 +99,16 @@ def layer(b: Batch, c: Constants) -> Layer:
     qkv = (b.heads + 2.0 * b.kv_heads) * b.head_dim / t
     out, up = b.heads * b.head_dim / t, b.ffn * (1.0 + b.gated) / t
     shapes = ((qkv, b.hidden, 1.0), (b.hidden, out, 1.0), (up, b.hidden, dense), (b.hidden, b.ffn / t, dense))
-    forward, backward = np.zeros(len(b)), np.zeros(len(b))
+    forward, backward, last = np.zeros(len(b)), np.zeros(len(b)), np.zeros(len(b))
     for n, k, share in shapes:
-        forward += share * gemm(b, c, tokens, n, k, rate, width)
+        last = share * gemm(b, c, tokens, n, k, rate, width)
+        forward += last
         backward += share * (gemm(b, c, tokens, k, n, rate, width) + gemm(b, c, n, k, tokens, rate, width))
     attention_forward, attention_backward = attention(b, c)
     elementwise_forward, elementwise_backward = elementwise(b, c)
     return Layer(
         gemm_forward=forward,
+        gemm_last=last,
         gemm_backward=backward,
         attention_forward=attention_forward,
         attention_backward=attention_backward,

@@ -82,7 +82,7 @@ def layer_pass(b: Batch, c: Constants, k: Layer) -> Pass:
     forward = k.forward + 2.0 * tensor + ring_forward
     forward = forward + moe * (e.gemm_forward + e.elementwise_forward + exchanged)
     again = (
-        b.recompute_layer * forward
+        b.recompute_layer * (forward - b.early_stop * (k.gemm_last + tensor))
         + b.recompute_gemm * (k.gemm_forward + moe * e.gemm_forward + 2.0 * k.elementwise_forward)
         + b.recompute_attention * k.attention_forward
     )

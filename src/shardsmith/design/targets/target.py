@@ -79,6 +79,7 @@ class Target:
     padded_stages: bool
     tied: bool
     selective: Literal["attention", "operators"]
+    early_stop: bool = False
     recompute_unstated: float = 0.0
     expert_launches: float = 120.0
     overlap_expert: float = 0.0

@@ -128,6 +128,7 @@ def target_of(row: Row) -> Target:
     """The target whose declared behaviour a row's software has. ValueError for software that has no target."""
     name, notes = row.get("framework", ""), row.get("notes", "")
     rules: Sequence[tuple[str, Callable[[], bool]]] = (
+        ("composer-fsdp-classic", lambda: "Composer" in name and "MP mode PURE" in notes),
         ("composer-fsdp", lambda: "llm-foundry" in name or "Composer" in name or "fms" in name),
         ("internevo", lambda: "InternEvo" in name or "InternLM" in name),
         ("torchtitan-compile", lambda: "torchtitan" in name and "compile" in notes),
@@ -284,6 +285,7 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "attention_backward": attention_share(kernel, d.generation),
         "loss_bytes": t.loss_bytes,
         "launches": t.launches,
+        "early_stop": float(t.early_stop),
         "synchronous": float(machine_of(row).synchronous),
         "expert_launches": t.expert_launches,
         "overlap_expert": t.overlap_expert * shown,

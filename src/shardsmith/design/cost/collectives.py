@@ -47,7 +47,8 @@ def one_way(b: Batch, c: Constants, members: Array, stride: Array, size: Array, 
 def all_reduce(b: Batch, c: Constants, members: Array, stride: Array, size: Array, calls: Array | float = 1.0) -> Array:
     """Seconds to all-reduce `size` bytes: a reduce-scatter and a gather in one call."""
     r = reach(b, c, members, stride)
-    return np.where(members > 1, 2.0 * (members - 1.0) / members * size / r.bandwidth + calls * r.latency, 0.0)
+    moved = 2.0 * (members - 1.0) / members * size / (c["all_reduce"] * r.bandwidth)
+    return np.where(members > 1, moved + calls * r.latency, 0.0)
 
 
 def exposed(c: Constants, duration: Array, overlap: Array, hidden_under: Array) -> Array:

@@ -111,8 +111,9 @@ def with_launches(b: Batch, kernels: Array, host: Array) -> Array:
 def tensor_time(b: Batch, c: Constants) -> Array:
     """Exposed seconds of one all-reduce of a layer's activations (or a gather and a scatter, twice the calls)."""
     size = b.tokens * b.hidden * 2.0
-    calls = np.where(b.sequence_parallel > 0, 2.0, 1.0)
-    return all_reduce(b, c, b.tensor, b.tensor_stride, size, calls) * (1.0 - b.overlap_tensor)
+    reduced = all_reduce(b, c, b.tensor, b.tensor_stride, size)
+    gathered = 2.0 * one_way(b, c, b.tensor, b.tensor_stride, size)
+    return np.where(b.sequence_parallel > 0, gathered, reduced) * (1.0 - b.overlap_tensor)
 
 
 def ring_time(b: Batch, c: Constants, k: Layer) -> tuple[Array, Array]:

@@ -92,7 +92,7 @@ def layer_pass(b: Batch, c: Constants, k: Layer) -> Pass:
     accumulate = accumulation(b, c, expert_weights(b) / b.expert)
     backward = backward + moe * (e.gemm_backward + e.elementwise_backward + exchanged + accumulate)
     calls = b.launches + moe * b.expert_launches + np.where(b.tensor > 1, c["collective_launches"], 0.0)
-    floor = c["launch"] * calls
+    floor = (c["launch"] + c["launch_wait"] * b.synchronous) * calls
     forward = with_launches(b, forward, floor)
     backward = with_launches(b, backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))
     gather = one_way(b, c, b.shard, data_distance(b), 2.0 * layer_weights(b) / b.tensor)

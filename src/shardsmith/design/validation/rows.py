@@ -14,8 +14,8 @@ import numpy as np
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_facts
 from shardsmith.design.cost.kernels import GENERATIONS
-from shardsmith.design.validation.machines import machine_of
 from shardsmith.design.targets import Elementwise, Target, target_named
+from shardsmith.design.validation.machines import machine_of
 from shardsmith.errors import Refused
 
 Row = Mapping[str, str]

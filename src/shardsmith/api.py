@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.serving.demand import ServingDtype
+    from shardsmith.design.serving.search import ServingResult
+    from shardsmith.design.simulator.simulation import Simulation
+    from shardsmith.design.validation.own_run import OwnRun
     from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
@@ -25,7 +29,10 @@ if TYPE_CHECKING:
     from shardsmith.layout.check import Checked
     from shardsmith.plan.setup import Job, Setup
     from shardsmith.schedule.ir import Kind
+    from shardsmith.schedule.solve import Solved
     from shardsmith.schedule.study import Study
+    from shardsmith.specs.cluster import ClusterSpec
+    from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
 MOST_VERIFIED_RANKS = 16
@@ -135,11 +142,112 @@ def study(
     )
 
 
-def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:
+def solve(
+    stage_times: str | None,
+    *,
+    pipeline: int | None,
+    microbatches: int | None,
+    times: str | None = None,
+    live: int | None = None,
+    deferred: int | None = None,
+    effort: float = 20.0,
+) -> Solved:
+    """The shortest pipeline order for stages of different cost under a memory cap, by a constraint solver.
+
+    `stage_times` such as `1,1,1,1.5` are factors on `times` (`F=1,I=1,W=1`), a stage each, placed in a loop over the
+    ranks. `live` and `deferred` cap what a rank holds, in microbatches of one stage. Raises `Refused`.
+    """
+    from shardsmith.schedule.rules import UNSTATED
+    from shardsmith.schedule.solve import parse_stage_times, solve
+    from shardsmith.schedule.study import parse_times
+
+    stated = {"pipeline": pipeline, "microbatches": microbatches, "stage times": stage_times}
+    missing = [key for key, value in stated.items() if value is None]
+    if pipeline is None or microbatches is None or stage_times is None:
+        hint = "--pipeline 4 --microbatches 8 --stage-times 1,1,1,1.5"
+        raise UNSTATED.refuse(f"{' and '.join(missing)} not stated", ("asked", "schedule = solved"), hint=hint)
+    lengths = parse_times(times or "F=1,I=1,W=1")
+    return solve(
+        parse_stage_times(stage_times),
+        pipeline=pipeline,
+        microbatches=microbatches,
+        shares=(lengths.F, lengths.I, lengths.W),
+        live=live,
+        deferred=deferred,
+        effort=effort,
+    )
+
+
+def simulate(
+    setup: Setup,
+    *,
+    slow: Mapping[int, float] | None = None,
+    times: str | None = None,
+    target: str | None = None,
+    constants: str | Path | None = None,
+    record: bool = True,
+) -> Simulation:
+    """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
+
+    `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
+    and rank) stands in for the cost model, `target` names the software whose behaviour it prices, `constants` a file
+    that `refit` wrote. Without `record` the timeline is left out. Raises `Refused`; see
+    `shardsmith.design.simulator.simulation`.
+    """
+    from shardsmith.design.cost.constants import values
+    from shardsmith.design.simulator.simulation import simulate_plan
+    from shardsmith.schedule.study import parse_times
+
+    lengths = None if times is None else parse_times(times, "--times")
+    current = None if constants is None else values(constants)
+    return simulate_plan(setup, slow=slow, times=lengths, target=target, constants=current, record=record)
+
+
+def serve(
+    model: ModelSpec | str,
+    cluster: ClusterSpec | str,
+    *,
+    context: int,
+    concurrency: int,
+    nodes: int | None = None,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    dtype: ServingDtype = "bfloat16",
+    cache_dtype: ServingDtype = "bfloat16",
+    top: int = 5,
+) -> ServingResult:
+    """Inference layouts: data, tensor, pipeline and expert degrees for `concurrency` requests of `context` tokens.
+
+    Counts weights and key/value cache, and says the time to the first token and between tokens by roofline; best
+    first among the layouts that hold the requests and meet the targets. Raises `Refused` (I101 to I103, I201, I202).
+    """
+    from shardsmith.design.serving.demand import Demand
+    from shardsmith.design.serving.search import search_serving
+    from shardsmith.specs.library import cluster_named, model_named
+
+    spec = cluster_named(cluster, nodes) if isinstance(cluster, str) else cluster
+    demand = Demand(
+        model=model_named(model) if isinstance(model, str) else model,
+        cluster=spec if nodes is None else spec.with_nodes(nodes),
+        context=context,
+        concurrency=concurrency,
+        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    return search_serving(demand, top=top)
+
+
+def validate(
+    path: str | Path, *, cross: str = "none", moe: bool = False, constants: str | Path | None = None
+) -> Validation:
     """Every measured run of a CSV beside its prediction, with errors, intervals and quality of choice.
 
     `cross` names how rows are left out of the fit (`leave-one-group-out`, `leave-one-source-out`,
-    `one-scalar-per-source`; these need scipy) or is `none`: the shipped constants.
+    `one-scalar-per-source`, `one-refit-per-source`; these need scipy) or is `none`: the shipped constants, with
+    those of the file `constants` (as `refit` writes it) over them. Raises `Refused` for a file that cannot be
+    read and for an unknown `cross` (F701), or `constants` with one (F702).
     """
     from shardsmith.design.validation import report
 
@@ -150,11 +258,48 @@ def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Val
         )
     if chosen != "none" and find_spec("scipy") is None:
         raise NO_SCIPY.refuse(f"{chosen} fits constants, which needs scipy", hint="pip install 'shardsmith[fit]'")
-    return report.validate(path, cross=chosen, moe=moe)
+    if chosen != "none" and constants is not None:
+        raise CLASHING_CONSTANTS.refuse(
+            f"{chosen} fits its own constants",
+            ("--cross", chosen),
+            ("--constants", str(constants)),
+            hint="leave one of the two out",
+        )
+    return report.validate(path, cross=chosen, moe=moe, constants_file=constants)
+
+
+def refit(
+    log: str | Path,
+    setup: Setup,
+    *,
+    target: str = "shardsmith",
+    constants: str | Path | None = None,
+    out: str | Path | None = None,
+) -> OwnRun:
+    """The cost model's constants, moved by ONE run of `setup` whose `log` is at hand.
+
+    The log is our metrics.jsonl, or holds lines of Megatron-LM, DeepSpeed or torchtitan; `target` names the
+    software that ran. Each constant moves from its value (that of the file `constants` over the shipped one) as far
+    as its own spread between machines allows and the run demands. What moved is written to `out`, which
+    `validate(constants=...)` takes. Raises `Refused` for a log that does not fit (F110, F721, F722) and for
+    clusters that say too little and unknown targets (H501 to H503, X351).
+    """
+    from shardsmith.design.cost.constants import values
+    from shardsmith.design.validation.own_run import refit_to, write_constants
+
+    found = refit_to(log, setup, target, values(constants))
+    if out is not None:
+        write_constants(found, out, str(log))
+    return found
 
 
 UNKNOWN_CROSS = Code(
     code="F701", title="unknown cross-validation", because="what is left out decides what an error says"
+)
+CLASHING_CONSTANTS = Code(
+    code="F702",
+    title="left-out fits with constants from a file",
+    because="a left-out fit starts from the priors, so that the file would be read and ignored",
 )
 NO_SCIPY = Code(code="X211", title="scipy is not installed", because="only fitting needs it; predicting does not")
 NO_TORCH = Code(

@@ -179,11 +179,8 @@ def test_everything_wrong_comes_at_once() -> None:
 OTHER_VALUES = {
     "context": "2",
     "ulysses": "2",
-    "expert": "2",
-    "expert_tensor": "2",
     "recompute": "full",
     "overlap": "chunks",
-    "capacity_factor": "1.5",
     "compile": "true",
 }
 

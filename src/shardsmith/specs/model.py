@@ -27,6 +27,7 @@ Role = Literal[
     "up",
     "down",
     "router",
+    "shared_gate",
     "expert_gate",
     "expert_up",
     "expert_down",
@@ -96,6 +97,11 @@ class Experts:
     aux_loss: float = 0.01
     z_loss: float = 0.0
     bias_rate: float = 0.001
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """Whether an auxiliary loss is added; beside biases it is the loss of each sequence of DeepSeek-V3."""
+        return self.balance != "none" and self.aux_loss > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +310,7 @@ def _experts(at: str, spec: ModelSpec, layer: int) -> list[Weight]:
     if experts.shared_ffn:
         out += _mlp(at + "shared.", experts.shared_ffn, spec, layer)
     if experts.shared_gate:
-        out += _linear(at + "shared_gate", "router", 1, spec.hidden, False, spec, layer)
+        out += _linear(at + "shared_gate", "shared_gate", 1, spec.hidden, False, spec, layer)
     return out
 
 

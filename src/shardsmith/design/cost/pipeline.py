@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardsmith.design.cost.batch import Array, Batch
-from shardsmith.design.cost.collectives import reach
+from shardsmith.design.cost.collectives import Group, reach
 from shardsmith.design.cost.kernels import Constants
 
 
@@ -26,7 +26,7 @@ def stage_layers(b: Batch) -> tuple[Array, Array]:
 def hop(b: Batch, c: Constants) -> Array:
     """Seconds to hand one microbatch's activations to the next stage; 0 without a pipeline."""
     members = np.where(b.pipeline > 1, 2.0, 1.0)
-    r = reach(b, c, members, b.pipeline_stride)
+    r = reach(b, c, Group(members=members, stride=b.pipeline_stride))
     split = np.where((b.sequence_parallel > 0) | (b.scatter_gather > 0), b.tensor, 1.0)
-    size = b.tokens * b.hidden * 2.0 / split
+    size = b.microbatch * b.seq_len / b.context * b.hidden * 2.0 / split
     return np.where(b.pipeline > 1, size / r.bandwidth + r.hops + c["hop_latency"], 0.0)

@@ -14,6 +14,7 @@ import numpy as np
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_facts
 from shardsmith.design.cost.kernels import GENERATIONS
+from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.targets import Elementwise, Target, target_named
 from shardsmith.design.validation.machines import machine_of
 from shardsmith.errors import Refused
@@ -163,6 +164,8 @@ def _model(row: Row) -> dict[str, float]:
         "heads": heads,
         "kv_heads": _number(row, "kv_heads", heads),
         "head_dim": _number(row, "head_dim", hidden / heads),
+        "projection": 1.0,
+        "window": _need(row, "seq_len"),
         "ffn": _number(row, "ffn_hidden", 4.0 * hidden),
         "gated": float(row.get("arch") in ("llama", "moe")),
         "vocab": _number(row, "vocab", 51200.0),
@@ -170,6 +173,7 @@ def _model(row: Row) -> dict[str, float]:
         "experts": experts,
         "top_k": _number(row, "topk", 0.0),
         "expert_ffn": _number(row, "expert_ffn", 0.0),
+        "shared_ffn": 0.0,
         "moe_layers": _need(row, "layers") if experts else 0.0,
     }
 
@@ -226,10 +230,14 @@ def _layout(row: Row, target: Target) -> dict[str, float]:
         "context": context,
         "pipeline": pipeline,
         "stages_per_rank": virtual,
+        "schedule": float(SCHEDULES.index("interleaved" if virtual > 1 else "one_f_one_b")),
         "data": data,
         "shard": shard,
         "zero": zero,
         "expert": _number(row, "ep", 1.0),
+        "expert_tensor": tensor,
+        "per_step": float(zero == 2.0),
+        "halves": 1.0,
         "sequence_parallel": float(row.get("sp", "").lower() == "true"),
         "microbatch": microbatch,
         "microbatches": max(1.0, each / microbatch),

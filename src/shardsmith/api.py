@@ -178,6 +178,13 @@ def solve(
     )
 
 
+def draw(study: Study, path: Path) -> Path:
+    """A studied schedule as a picture, PNG, SVG or PDF by the ending of `path`; raises `Refused` (F601)."""
+    from shardsmith.design.reports.schedule_picture import draw_schedule
+
+    return draw_schedule(study, path)
+
+
 def simulate(
     setup: Setup,
     *,

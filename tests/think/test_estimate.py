@@ -67,7 +67,7 @@ def test_parts_add_up_to_the_step(line: str) -> None:
 def test_the_decisive_ranks_hold_the_peak(line: str) -> None:
     setup = setup_of(line)
     s, kinds = subject_of(setup), precision(setup.plan, setup.workload)
-    p = layouts_of([setup.plan], setup.workload)
+    p = layouts_of([setup.plan], setup.model, setup.workload)
     most = max(rank.total for rank in rank_memory(s, setup))
     assert float(peak(s, p, batch_of(s, p, kinds), kinds)[0]) == pytest.approx(most, rel=1e-9)
 
@@ -76,7 +76,10 @@ def test_the_decisive_ranks_hold_the_peak(line: str) -> None:
 def test_strides_are_those_of_the_mesh(order: str) -> None:
     plan = Plan(tensor=2, context=3, data=5, pipeline=7, order=order, microbatches=1)
     workload = setup_of("data=5", global_batch=5).workload
-    found, mesh = strides(layouts_of([plan], workload)), mesh_of(plan).strides
+    found, mesh = (
+        strides(layouts_of([plan], setup_of("data=2").model.with_(layers=21), workload)),
+        mesh_of(plan).strides,
+    )
     for axis, stride in (("tensor", mesh.tensor), ("context", mesh.context), ("pipeline", mesh.pipeline)):
         assert found[f"{axis}_stride"][0] == stride
     assert found["data_stride"][0] == mesh.shard

@@ -35,6 +35,7 @@ COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W
 @click.option("--deferred", type=int, help="solved: most microbatches that a rank holds between I and W, per stage.")
 @click.option("--effort", type=float, default=20.0, help="solved: how long to search, in about seconds.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the grid to this file.")
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw it: PNG, SVG or PDF.")
 @verb
 def command(
     name: str,
@@ -47,6 +48,7 @@ def command(
     deferred: int | None,
     effort: float,
     out: Path | None,
+    picture: Path | None,
 ) -> Answer:
     """Show pipeline schedule NAME: grid, bubble, live microbatches, closed form.
 
@@ -75,6 +77,8 @@ def command(
         )
     if out is not None:
         out.write_text(f"# {_title(study)}\n{study.drawing().text()}\n", encoding="utf-8")
+    if picture is not None:
+        api.draw(study, picture)
     drawing = study.drawing()
     scale = "not to scale" if drawing.column is None else f"one column = {float(drawing.column):g}"
     show: tuple[RenderableType, ...] = (_title(study), Folded(drawing), f"({scale})", _numbers(study), _peaks(study))
@@ -86,10 +90,10 @@ def command(
 
 
 def _quality(solved: Solved) -> str:
-    best = "no named schedule fits" if solved.named is None else f"{solved.named}: {solved.named_slots}"
+    best = "none fits" if solved.named is None else f"{solved.named}, {solved.named_slots}"
     bound = "no order is shorter" if solved.proven else f"no order is shorter than {solved.bound}"
     return (
-        f"step of {int(solved.played.step_time)} slots of {float(solved.unit):g}; {bound}; best named schedule {best}"
+        f"step of {int(solved.played.step_time)} slots of {float(solved.unit):g}; {bound}; best named schedule: {best}"
     )
 
 

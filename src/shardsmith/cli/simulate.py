@@ -30,6 +30,7 @@ MOST_LINES = 16
 @click.option("--target", help="Software whose behaviour is priced (default: megatron-core).")
 @click.option("--constants", type=click.Path(), help="Constants that `validate --refit` wrote.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the timeline for ui.perfetto.dev (JSON).")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the timeline (.png, .svg or .pdf).")
 def command(
     slow: tuple[str, ...],
@@ -37,6 +38,7 @@ def command(
     target: str | None,
     constants: str | None,
     trace: Path | None,
+    html: Path | None,
     picture: Path | None,
     **options: Any,
 ) -> Answer:
@@ -55,13 +57,18 @@ def command(
         times=times,
         target=target,
         constants=constants,
-        record=drawn or bool(trace or picture),
+        record=drawn or bool(trace or html or picture),
     )
     files = {}
     if trace:
         trace.parent.mkdir(parents=True, exist_ok=True)
         trace.write_text(json.dumps(found.timeline.chrome_trace()), encoding="utf-8")
         files["trace"] = str(trace)
+    if html:
+        from shardsmith.design.reports.content import report_of_simulation
+        from shardsmith.design.reports.html import write_html
+
+        files["html"] = str(write_html(report_of_simulation(found, found.target), html))
     if picture:
         from shardsmith.design.reports.timeline_picture import draw_timeline
 

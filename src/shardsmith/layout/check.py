@@ -89,8 +89,7 @@ def examine(setup: Setup, *, running: bool = False) -> Checked:
     small = size_faults(setup)
     if small:  # nothing below can be computed from a degree of zero
         return Checked(setup=setup, faults=(*small, *able), memory=())
-    faults = [*order_faults(setup), *tensor_faults(setup), *data_faults(setup), *expert_faults(setup)]
-    faults += overlap_faults(setup)
+    faults = [*order_faults(setup), *axis_faults(setup), *overlap_faults(setup)]
     batch = batch_faults(setup.plan, setup.workload, setup.origin)
     schedule = schedule_faults(setup, 1 if batch else batching(setup.plan, setup.workload).microbatches)
     faults += [*batch, *schedule]
@@ -101,6 +100,11 @@ def examine(setup: Setup, *, running: bool = False) -> Checked:
     memory = stage_states(setup) if sound else ()
     faults += [*world_faults(setup), *context_faults(setup), *memory_faults(setup, memory)]
     return Checked(setup=setup, faults=(*faults, *able), memory=memory)
+
+
+def axis_faults(setup: Setup) -> list[Fault]:
+    """What the degrees of the axes forbid, whatever the batch, the schedule and the cluster."""
+    return [*tensor_faults(setup), *data_faults(setup), *expert_faults(setup)]
 
 
 def size_faults(setup: Setup) -> list[Fault]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -202,6 +203,7 @@ class Weight:
         return count
 
 
+@lru_cache(maxsize=32)
 def weights(spec: ModelSpec) -> tuple[Weight, ...]:
     """All tensors of `spec` in the order of the forward pass; a tied head is not listed a second time."""
     out = [_matrix("embedding", "embedding", (spec.vocab, spec.hidden), spec)]

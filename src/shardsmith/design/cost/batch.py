@@ -24,8 +24,9 @@ class Batch:
     plain numbers; rates are FLOP/s and bytes/s, latencies seconds. `*_stride` is the distance, in global
     ranks, between neighbours along an axis: it decides which links a group crosses. `projection` is the size of
     the attention projections over those of plain heads, `window` the keys that a query sees at most, `halves` the
-    parts in which a microbatch goes through a layer, `schedule` an index into `schedules.SCHEDULES`. A field that
-    is the same for every case may have one entry; those of the layout have all.
+    parts in which a microbatch goes through a layer, `schedule` an index into `schedules.SCHEDULES`; `fullest` counts
+    the layers of the fullest pipeline rank, `last` those beside the head. A field that is the same for every case may
+    have one entry; those of the layout have all.
     """
 
     # model
@@ -67,9 +68,12 @@ class Batch:
     # layout
     tensor: Array
     context: Array
+    ulysses: Array
     pipeline: Array
     stages_per_rank: Array
     schedule: Array
+    fullest: Array
+    last: Array
     data: Array
     shard: Array
     expert: Array
@@ -108,7 +112,6 @@ class Batch:
     overlap_pipeline: Array
     overlap_expert: Array
     scatter_gather: Array
-    padded_stages: Array
     overlap_weight_gradient: Array = field(default_factory=lambda: np.zeros(1))
     """Share of backward's tensor collectives that may run under the weight-gradient products."""
     early_stop: Array = field(default_factory=lambda: np.zeros(1))

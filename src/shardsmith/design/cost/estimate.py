@@ -76,7 +76,7 @@ def estimate(setup: Setup, target: str = DEFAULT_TARGET, constants: Mapping[str,
 def estimate_plan(s: Subject, setup: Setup) -> Estimate:
     """`estimate` with the subject at hand; model, workload and cluster of `setup` are the subject's."""
     kinds = precision(setup.plan, setup.workload)
-    p = layouts_of([setup.plan], setup.workload)
+    p = layouts_of([setup.plan], setup.model, setup.workload)
     b = batch_of(s, p, kinds)
     parts = step(b, s.constants)
     low, high = interval(b, s.constants, parts.total)
@@ -129,4 +129,4 @@ def _array(values: Any) -> Array:
 
 
 def _repeated(plan: Plan, setup: Setup, count: int) -> Layouts:
-    return layouts_of([plan], setup.workload).select(np.zeros(count, dtype=np.intp))
+    return layouts_of([plan], setup.model, setup.workload).select(np.zeros(count, dtype=np.intp))

@@ -11,25 +11,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array, Batch
-from shardsmith.design.cost.schedules import SCHEDULES
+from shardsmith.design.cost.schedules import DUALPIPE_V, SCHEDULES
 from shardsmith.design.cost.subject import Subject
 from shardsmith.plan.batch import batching
-from shardsmith.plan.plan import Plan
+from shardsmith.plan.plan import Overlap, Plan
 from shardsmith.plan.precision import Precision
-from shardsmith.plan.stages import stages_per_rank
+from shardsmith.plan.stages import even_layers, placement_of, stages_per_rank
 from shardsmith.specs.job import Workload
+from shardsmith.specs.model import ModelSpec
 from shardsmith.units import DTYPE_BYTES
 
 ORDER_AXES = ("tensor", "context", "data", "pipeline")
 ORDERS = tuple("-".join(order) for order in permutations(ORDER_AXES))
 """Placements by index: axes from neighbouring ranks outwards."""
 RECOMPUTE = ("none", "selective", "full")
-OVERLAPS = ("half_microbatches", "weight_gradient", "chunks")
+OVERLAPS: tuple[Overlap, ...] = ("half_microbatches", "weight_gradient", "chunks")
 """Overlap policies; a layout holds the sum of 2**index of those it uses."""
 
 HIDDEN_BY = {"half_microbatches": 0.9, "weight_gradient": 0.5, "chunks": 0.7}
 """Share of a layer's tensor communication that each policy can hide, declared: two half microbatches hide all but the
 ends; the backward half can go under weight gradients; of chunked collectives the first chunk stays exposed."""
+MOST_HIDDEN = max(HIDDEN_BY.values())
+"""No policy hides more of a layer's tensor communication."""
+PAIRED = 0.8
+"""Share of dispatch and combine that hides where forward and backward run in pairs, declared (DualPipe: DeepSeek-AI
+2024 reports all-to-alls fully hidden in the steady phase)."""
 CONTENTION = 0.15
 """Share by which hidden communication slows the compute beside it, declared: about 20 of 132 multiprocessors copy
 (DeepSeek-AI 2024, DeepSeek-V3)."""
@@ -84,13 +90,13 @@ class Layouts:
 COLUMNS = tuple(f.name for f in fields(Layouts))
 
 
-def layouts_of(plans: Sequence[Plan], workload: Workload) -> Layouts:
-    """Plans as columns; their batch arithmetic must hold. A list of layers counts as weighed."""
-    rows = [_row(plan, workload) for plan in plans]
+def layouts_of(plans: Sequence[Plan], model: ModelSpec, workload: Workload) -> Layouts:
+    """Plans as columns; their batch arithmetic must hold. A list of layers that is not even counts as weighed."""
+    rows = [_row(plan, model.layers, workload) for plan in plans]
     return Layouts(**{name: np.array([row[name] for row in rows], dtype=float) for name in COLUMNS})
 
 
-def _row(plan: Plan, workload: Workload) -> dict[str, float]:
+def _row(plan: Plan, layers: int, workload: Workload) -> dict[str, float]:
     cut = batching(plan, workload)
     names = ("data", "replicate", "tensor", "pipeline", "context", "ulysses", "expert", "expert_tensor", "zero")
     order = "-".join(axis.strip() for axis in plan.order.replace(",", "-").split("-"))
@@ -101,7 +107,7 @@ def _row(plan: Plan, workload: Workload) -> dict[str, float]:
         "per_step": float(plan.zero_gather == "per_step"),
         "schedule": float(SCHEDULES.index(plan.schedule if plan.schedule in SCHEDULES else plain)),
         "stages_per_rank": float(stages_per_rank(plan)),
-        "weighed": float(plan.layers is not None),
+        "weighed": float(plan.layers is not None and plan.layers != even_layers(layers, len(placement_of(plan)))),
         "microbatch": float(cut.microbatch),
         "microbatches": float(cut.microbatches),
         "sequence_parallel": float(plan.sequence_parallel),
@@ -132,7 +138,7 @@ _PLACES = np.array([[order.split("-").index(axis) for order in ORDERS] for axis 
 
 def batch_of(s: Subject, p: Layouts, kinds: Precision) -> Batch:
     """The cost model's Batch of plans `p` of one subject, states kept in the dtypes `kinds`."""
-    t, columns = s.target, dict(s.columns)
+    t, columns, split = s.target, dict(s.columns), s.split.table(p)
     copies = np.where((p.replicate_kv > 0) & (p.tensor > s.model.kv_heads), p.tensor / s.model.kv_heads, 1.0)
     sharded = p.zero > 0
     reduce, param = float(DTYPE_BYTES[kinds.reduce]), float(DTYPE_BYTES[kinds.param])
@@ -145,9 +151,12 @@ def batch_of(s: Subject, p: Layouts, kinds: Precision) -> Batch:
         halves=np.where(_uses(p, "half_microbatches"), 2.0, 1.0),
         tensor=p.tensor,
         context=p.context,
+        ulysses=p.ulysses,
         pipeline=p.pipeline,
         stages_per_rank=p.stages_per_rank,
         schedule=p.schedule,
+        fullest=split["fullest"],
+        last=split["beside_head"],
         data=p.data,
         shard=p.shards,
         expert=p.expert,
@@ -162,7 +171,8 @@ def batch_of(s: Subject, p: Layouts, kinds: Precision) -> Batch:
         # An all-reduce moves every byte twice; a reduce-scatter once, and the gather then moves the weights.
         reduce_bytes=np.where(sharded, reduce, 2.0 * reduce),
         gather_bytes=np.where(sharded, param, 0.0),
-        overlap_tensor=hidden_share(p),
+        overlap_tensor=hidden_share(s, p),
+        overlap_expert=np.where(p.schedule == DUALPIPE_V, max(t.overlap_expert, PAIRED), t.overlap_expert),
     )
 
 
@@ -170,9 +180,17 @@ def _uses(p: Layouts, policy: str) -> NDArray[np.bool_]:
     return np.mod(np.floor_divide(p.overlap, 2.0 ** OVERLAPS.index(policy)), 2.0) > 0
 
 
-def hidden_share(p: Layouts) -> Array:
-    """Share of a layer's tensor communication that leaves the critical path, contention taken off."""
-    shown = np.ones(len(p))
+def hidden_share(s: Subject, p: Layouts) -> Array:
+    """Share of a layer's tensor communication that leaves the critical path, contention taken off.
+
+    Chunks need the gathers and scatters of sequence parallelism; a target that declares what it hides by them is
+    taken at its word, since its kernels were measured with it.
+    """
+    hidden = np.zeros(len(p))
     for policy, share in HIDDEN_BY.items():
-        shown = np.where(_uses(p, policy), np.minimum(shown, 1.0 - share), shown)
-    return np.asarray((1.0 - shown) * (1.0 - CONTENTION), dtype=np.float64)
+        here = _uses(p, policy)
+        if policy == "chunks":
+            here &= p.sequence_parallel > 0
+        declared = s.target.overlap_tensor if policy == "chunks" else 0.0
+        hidden = np.where(here, np.maximum(hidden, declared or share * (1.0 - CONTENTION)), hidden)
+    return hidden

@@ -9,6 +9,7 @@ import numpy as np
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.held import Held, Share, held
 from shardsmith.design.cost.layouts import Layouts, batch_of
+from shardsmith.design.cost.schedules import DUALPIPE_V, ZB_V
 from shardsmith.design.cost.step import Step, step
 from shardsmith.design.cost.subject import Subject
 from shardsmith.plan.precision import Precision
@@ -39,27 +40,23 @@ def peak(s: Subject, p: Layouts, b: Batch, kinds: Precision) -> Array:
 
 
 def rank_held(s: Subject, p: Layouts, b: Batch, kinds: Precision, where: str) -> Held:
-    """What the `first`, second (`middle`) or `last` pipeline rank holds; layers are spread evenly.
-
-    Ranks between the ends hold no more than the second: as many layers at most, and no more in flight.
-    """
+    """What the `first`, a `middle` or the `last` pipeline rank holds; those between the ends hold no more than that."""
     return held(s, p, b, kinds, share_of(s, p, where))
 
 
 def share_of(s: Subject, p: Layouts, where: str) -> Share:
-    """Layers and ends of a rank where stages are even, earlier ones taking the remainder, sparse layers last."""
-    v_shaped = p.schedule >= 5.0
-    one = p.pipeline == 1
-    rank = {"first": np.zeros(len(p)), "middle": np.minimum(1.0, p.pipeline - 1.0), "last": p.pipeline - 1.0}[where]
-    stages = p.pipeline * p.stages_per_rank
-    each, rest = np.floor_divide(s.model.layers, stages), np.mod(s.model.layers, stages)
-    # Stages that a rank holds among the first `rest`, which have a layer more.
-    low = np.clip(np.ceil((rest - rank) / p.pipeline), 0.0, p.stages_per_rank)
-    folded = (rest > rank) * 1.0 + (rest > stages - 1.0 - rank)
-    layers = each * p.stages_per_rank + np.where(v_shaped, folded, low)
-    first_dense = float(s.model.experts.first_dense if s.model.experts else s.model.layers)
-    dense = np.where(rank == 0, np.minimum(first_dense, layers), 0.0) if s.model.experts else layers
-    dense = np.where(one, np.minimum(first_dense, float(s.model.layers)), dense)
-    embedding = (rank == 0) * 1.0
-    head = np.where(v_shaped, rank == 0, rank == p.pipeline - 1.0) * 1.0
-    return Share(dense=dense, sparse=layers - dense, embedding=embedding, head=head, rank=rank)
+    """Layers and ends of the `first`, a `middle` or the `last` pipeline rank.
+
+    The middle one has the layers of the fullest rank between the ends, and as much in flight as the second.
+    """
+    table, last = s.split.table(p), p.pipeline - 1.0
+    rank = {"first": 0.0 * last, "middle": np.minimum(1.0, last), "last": last}[where]
+    dense = table[f"{where}_dense"]
+    folded = (p.schedule == ZB_V) | (p.schedule == DUALPIPE_V)
+    return Share(
+        dense=dense,
+        sparse=table[where] - dense,
+        embedding=(rank == 0) * 1.0,
+        head=np.where(folded, rank == 0, rank == last) * 1.0,
+        rank=rank,
+    )

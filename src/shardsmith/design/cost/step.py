@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from shardsmith.design.cost.kernels import (
     memory_rate,
     smooth_max,
 )
-from shardsmith.design.cost.pipeline import hop, stage_layers
+from shardsmith.design.cost.pipeline import hop
 from shardsmith.design.cost.schedules import bubble
 
 
@@ -72,35 +72,76 @@ def compose(b: Batch, c: Constants, one: Pass) -> Step:
     reduce = np.where((b.zero == 2) & streams, gather_layer(b, c, b.reduce_bytes), gather)
     forward = one.forward + exposed(c, gather, b.overlap_shard, one.forward)
     backward = one.backward + exposed(c, gather + reduce, b.overlap_shard, one.backward)
-    whole = forward + backward
-    total = b.layers * whole + one.head + one.embedding
-    fullest, last = stage_layers(b)
-    slowest = np.where(b.pipeline > 1, np.maximum(fullest * whole, last * whole + one.head), total)
-    mean = total / b.pipeline
-    hops = hop(b, c)
-    # The others' work in units of this rank's, so that uneven stages count; equal ones give pipeline - 1.
-    unit = (total - slowest) / np.maximum(b.pipeline - 1.0, 1.0)
-    split = forward / whole, (backward - one.weight) / whole, one.weight / whole
-    idle = unit * bubble(b.schedule, b.pipeline, b.microbatches, b.stages_per_rank, *split)
-    passing = (
-        2.0 * b.microbatches * b.stages_per_rank * (1.0 - b.overlap_pipeline) * hops + 2.0 * (b.pipeline - 1.0) * hops
-    )
-    wait = waiting(b, c)
-    data = data_exposed(b, c, whole)
-    after = optimizer(b, c)
+    f = flow(b, c, replace(one, forward=forward, backward=backward))
+    wait, data, after = jitter(b, c), data_exposed(b, c, forward + backward), optimizer(b, c)
     return Step(
-        total=(b.microbatches * slowest + idle + passing + data + after) * wait,
-        compute=b.microbatches * mean * wait,
-        bubble=idle * wait,
-        imbalance=b.microbatches * (slowest - mean) * wait,
-        pipeline=passing * wait,
+        total=(f.total + data + after) * wait,
+        compute=b.microbatches * f.mean * wait,
+        bubble=f.idle * wait,
+        imbalance=b.microbatches * (f.slowest - f.mean) * wait,
+        pipeline=f.passing * wait,
         data=data * wait,
         optimizer=after * wait,
     )
 
 
-def waiting(b: Batch, c: Constants) -> Array:
-    """Factor on every time: ranks wait for the slowest of many wherever they meet; and the machine's own factor."""
+def least(b: Batch, c: Constants, one: Pass, reduce: float, param: float) -> Array:
+    """Seconds that no plan with these stages goes below, however it shards states kept in so many bytes."""
+    return (flow(b, c, one).total + c["step_fixed"] + least_data(b, c, reduce, param)) * jitter(b, c)
+
+
+def least_data(b: Batch, c: Constants, reduce: float, param: float) -> Array:
+    """Seconds of data communication and update that every ZeRO level and number of replicas leaves exposed.
+
+    Once a step every gradient is summed and every weight made whole again, over at least the link to the nearest
+    rank that shares them; what streams layer by layer moves that much more often, and at least half of it.
+    """
+    members, weights = b.data * b.context, b.layers / b.pipeline * layer_weights(b) / b.tensor
+    near = np.where(b.context > 1, np.minimum(b.data_stride, b.context_stride), b.data_stride)
+    near = np.where(b.data > 1, near, b.context_stride)
+    bandwidth = reach(b, c, Group(members=np.minimum(members, 2.0), stride=near)).bandwidth
+    for level in range(1, len(b.level_size)):
+        full = np.minimum(members, np.maximum(b.level_size[level - 1] / near, 1.0))
+        bandwidth = np.maximum(bandwidth, b.level_bandwidth[level] * c["net_share"] * np.minimum(full, members))
+    each = min(6.0, reduce + min(reduce, param))
+    shown = np.minimum(1.0 - b.overlap_data, (1.0 - b.overlap_shard) / 2.0)
+    moved = shown * each * weights * (members - 1.0) / members / (c["all_reduce"] * bandwidth)
+    return moved + b.optimizer_bytes * weights / members / memory_rate(b, c)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """Seconds of a step in the pipeline: a microbatch on the `slowest` and the `mean` rank, waits, messages, all."""
+
+    slowest: Array
+    mean: Array
+    idle: Array
+    passing: Array
+    total: Array
+
+
+def flow(b: Batch, c: Constants, one: Pass) -> Flow:
+    """Microbatches through the stages: the slowest rank's work, the bubble, the hops."""
+    whole = one.forward + one.backward
+    total = b.layers * whole + one.head + one.embedding
+    slowest = np.where(b.pipeline > 1, np.maximum(b.fullest * whole, b.last * whole + one.head), total)
+    # The others' work in units of this rank's, so that uneven stages count; equal ones give pipeline - 1.
+    unit = (total - slowest) / np.maximum(b.pipeline - 1.0, 1.0)
+    split = one.forward / whole, (one.backward - one.weight) / whole, one.weight / whole
+    idle = unit * bubble(b.schedule, b.pipeline, b.microbatches, b.stages_per_rank, *split)
+    often = 2.0 * b.microbatches * b.stages_per_rank * (1.0 - b.overlap_pipeline)
+    passing = (often + 2.0 * (b.pipeline - 1.0)) * hop(b, c)
+    return Flow(
+        slowest=slowest,
+        mean=total / b.pipeline,
+        idle=idle,
+        passing=passing,
+        total=b.microbatches * slowest + idle + passing,
+    )
+
+
+def jitter(b: Batch, c: Constants) -> Array:
+    """Factor on a step for waiting on the slowest of many ranks, and the machine's own factor."""
     return c["machine"] * (1.0 + c["jitter"] * np.log2(np.maximum(b.world / 8.0, 1.0)))
 
 
@@ -123,6 +164,8 @@ def one_pass(b: Batch, c: Constants) -> Pass:
     backward = backward + moe * (e.gemm_backward + e.elementwise_backward + exchanged + accumulate)
     # Weight gradients are one of the two products of a backward, and take their sum along.
     weight = k.gemm_backward / 2.0 + k.accumulate + moe * (e.gemm_backward / 2.0 + accumulate)
+    exchanged_heads = heads_time(b, c)
+    forward, backward = forward + exchanged_heads, backward + 2.0 * exchanged_heads
     calls = b.launches + moe * b.expert_launches + np.where(b.tensor > 1, c["collective_launches"], 0.0)
     floor = (c["launch"] + c["launch_wait"] * b.synchronous) * calls
     forward = with_launches(b, forward, floor)
@@ -162,14 +205,27 @@ def tensor_backward(b: Batch, c: Constants, k: Layer) -> Array:
 
 
 def ring_time(b: Batch, c: Constants, k: Layer) -> tuple[Array, Array]:
-    """Exposed seconds of passing keys and values around the context group, under attention."""
+    """Exposed seconds of passing keys and values around the ring of context ranks, under attention."""
     part = 2.0 * b.rows * b.seq_len / b.context * b.kv_heads * b.head_dim / b.tensor * 2.0
-    around = one_way(b, c, Group(members=b.context, stride=b.context_stride), part * b.context)
+    ring = b.context / b.ulysses
+    around = one_way(b, c, Group(members=ring, stride=b.context_stride * b.ulysses), part * b.context)
     keep = c["ring_exposed"]
     return (
         np.maximum(keep * around, around - k.attention_forward),
         np.maximum(2.0 * keep * around, 2.0 * around - k.attention_backward),
     )
+
+
+def heads_time(b: Batch, c: Constants) -> Array:
+    """Exposed seconds of trading a layer's heads for sequence over the ulysses ranks, and back (Jacobs et al. 2023).
+
+    Queries, keys, values and outputs move once each way; of each rank's part all but 1/ulysses leaves it.
+    """
+    width = (2.0 * b.heads + 2.0 * np.maximum(b.kv_heads, b.ulysses * b.tensor)) * b.head_dim / b.tensor
+    group = Group(members=b.ulysses, stride=b.context_stride)
+    r = reach(b, c, group)
+    size = b.tokens * width * 2.0 * (b.ulysses - 1.0) / b.ulysses
+    return np.where(b.ulysses > 1, size / r.bandwidth + 2.0 * (c["call"] + r.hops), 0.0)
 
 
 def local_weights(b: Batch) -> Array:

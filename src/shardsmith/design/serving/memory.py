@@ -97,5 +97,5 @@ def activation_bytes(d: Demand, s: Servings) -> Array:
     width = float(model.ffn if model.experts is None else max(model.ffn, model.experts.ffn * model.experts.top_k))
     inner = np.maximum((model.heads + 2.0 * model.kv_heads) * model.head_dim, width * (2.0 if model.gated else 1.0))
     batch = np.ceil(d.concurrency / s.data)
-    chunk = 2.0 * tokens * (3.0 * model.hidden + inner / s.tensor)
-    return np.asarray(chunk + 4.0 * batch * model.vocab / s.tensor, dtype=np.float64)
+    found = 2.0 * tokens * (3.0 * model.hidden + inner / s.tensor) + 4.0 * batch * model.vocab / s.tensor
+    return np.asarray(found, dtype=np.float64)

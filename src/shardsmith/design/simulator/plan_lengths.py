@@ -19,6 +19,7 @@ from shardsmith.design.cost.step import (
     expert_group,
     gather_layer,
     gradient_group,
+    jitter,
     one_pass,
     optimizer,
     replica_group,
@@ -26,7 +27,6 @@ from shardsmith.design.cost.step import (
     shard_group,
     tensor_backward,
     tensor_time,
-    waiting,
 )
 from shardsmith.design.cost.subject import Subject
 from shardsmith.design.simulator.lengths import StageLengths, StepLengths
@@ -59,7 +59,7 @@ class _Model:
 def plan_lengths(s: Subject, setup: Setup, slow: Mapping[int, float] | None = None) -> StepLengths:
     """Lengths of every stage of a legal plan of subject `s`; `slow` multiplies the compute of pipeline ranks."""
     plan = setup.plan
-    b = batch_of(s, layouts_of([plan], setup.workload), precision(plan, setup.workload))
+    b = batch_of(s, layouts_of([plan], setup.model, setup.workload), precision(plan, setup.workload))
     both = b.select(np.zeros(2, dtype=np.intp))
     kinds = replace(both, moe_layers=np.array([0.0, 1.0]) * s.model.layers)
     c, moe = s.constants, np.array([0.0, 1.0])
@@ -80,7 +80,7 @@ def plan_lengths(s: Subject, setup: Setup, slow: Mapping[int, float] | None = No
         gather=gather_layer(kinds, c, 2.0) if plan.zero == 3 else np.zeros(2),
         weights=layer_weights(kinds) / kinds.tensor,
         routed=moe * expert_weights(kinds) / kinds.expert / kinds.expert_tensor,
-        jitter=float(waiting(b, c)[0]),
+        jitter=float(jitter(b, c)[0]),
     )
     every = tuple(_stage(found, stage) for stage in stages(plan, setup.model))
     return StepLengths(stages=every, slow=slow or {}, end=_end(found) * found.jitter)

@@ -43,14 +43,15 @@ class Simulation:
     """One step of `setup`: figures in seconds, lanes by pipeline rank, and the timeline of one replica.
 
     `ranks` are the global ranks that stand for the pipeline ranks: of the replica that ends last where there are
-    stragglers. `low` and `high` hold 80 % of measured runs, None for given lengths. `steady` is the time of a step
-    in a run of many, other than `seconds` only without a flush.
+    stragglers. `target` is the software that was priced. `low` and `high` hold 80 % of measured runs, None for given
+    lengths. `steady` is the time of a step in a run of many, other than `seconds` only without a flush.
     """
 
     setup: Setup
     order: Order
     lengths: StepLengths
     origin: str
+    target: str
     seconds: float
     steady: float
     bubble: float
@@ -147,6 +148,7 @@ def simulate_plan(
         order=order,
         lengths=lengths,
         origin=origin,
+        target=target or DEFAULT_TARGET,
         seconds=shown.seconds,
         steady=steady,
         bubble=shown.bubble,
@@ -222,7 +224,7 @@ def _gather(setup: Setup) -> Gather:
 
 
 def _interval(s: Subject, setup: Setup, seconds: float) -> tuple[float, float]:
-    batch = batch_of(s, layouts_of([setup.plan], setup.workload), precision(setup.plan, setup.workload))
+    batch = batch_of(s, layouts_of([setup.plan], setup.model, setup.workload), precision(setup.plan, setup.workload))
     low, high = interval(batch, s.constants, batch.tensor * 0.0 + seconds)
     return float(low[0]), float(high[0])
 

@@ -14,6 +14,7 @@ import numpy as np
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_facts
 from shardsmith.design.cost.kernels import GENERATIONS
+from shardsmith.design.cost.pipeline import stage_layers
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.targets import Elementwise, Target, target_named
 from shardsmith.design.validation.machines import machine_of
@@ -225,11 +226,16 @@ def _layout(row: Row, target: Target) -> dict[str, float]:
         virtual = 12.0 if pipeline > 1 and "VP=NA" in row.get("notes", "") else 1.0
     zero, shard = sharding(row.get("zero_stage_or_fsdp", ""), data * context)
     recompute = recomputation(row, target)
+    sizes = np.array([[_need(row, "layers")], [pipeline], [virtual]])
+    fullest, last = stage_layers(sizes[0], sizes[1], sizes[2], target.padded_stages)
     return recompute | {
         "tensor": tensor,
         "context": context,
+        "ulysses": 1.0,
         "pipeline": pipeline,
         "stages_per_rank": virtual,
+        "fullest": float(fullest[0]),
+        "last": float(last[0]),
         "schedule": float(SCHEDULES.index("interleaved" if virtual > 1 else "one_f_one_b")),
         "data": data,
         "shard": shard,
@@ -308,7 +314,6 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "overlap_shard": t.overlap_shard * shown,
         "overlap_pipeline": t.overlap_pipeline * shown,
         "scatter_gather": float(t.scatter_gather),
-        "padded_stages": float(t.padded_stages),
         "tied": float(t.tied and gpt),
     } | {name: getattr(kernels, name) for name in Elementwise.__dataclass_fields__}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
+from functools import cache
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -42,11 +43,13 @@ class Schedule(Protocol):
         """What this schedule forbids; `source` says where the values came from."""
 
 
+@cache
 def names() -> tuple[str, ...]:
     """Names of all built-in schedules that can be trained, sorted."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
 
 
+@cache
 def asynchronous_names() -> tuple[str, ...]:
     """Names of the schedules that never flush: they can be studied and simulated, not trained."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(asynchronous.__path__)))

@@ -43,7 +43,7 @@ def refit_to(log: str | Path, setup: Setup, target: str, current: Mapping[str, f
     """
     subject = subject_of(setup, target, current)
     kinds = precision(setup.plan, setup.workload)
-    batch = batch_of(subject, layouts_of([setup.plan], setup.workload, setup.model), kinds)
+    batch = batch_of(subject, layouts_of([setup.plan], setup.model, setup.workload), kinds)
     load = Load(global_batch=setup.workload.global_batch, seq_len=setup.workload.seq_len, devices=setup.plan.world)
     measured = read_log(log, load)
     found = refit(batch, np.array([measured.seconds]), constants(), current)

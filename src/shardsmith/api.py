@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardsmith.design.serving.demand import ServingDtype
     from shardsmith.design.serving.search import ServingResult
     from shardsmith.design.simulator.simulation import Simulation
+    from shardsmith.design.validation.own_run import OwnRun
     from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
@@ -201,19 +202,23 @@ def simulate(
     slow: Mapping[int, float] | None = None,
     times: str | None = None,
     target: str | None = None,
+    constants: str | Path | None = None,
     record: bool = True,
 ) -> Simulation:
     """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
 
     `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
-    and rank) stands in for the cost model, `target` names the software whose behaviour it prices. Without `record`
-    the timeline is left out. Raises `Refused`; see `shardsmith.design.simulator.simulation`.
+    and rank) stands in for the cost model, `target` names the software whose behaviour it prices, `constants` a file
+    that `refit` wrote. Without `record` the timeline is left out. Raises `Refused`; see
+    `shardsmith.design.simulator.simulation`.
     """
+    from shardsmith.design.cost.constants import values
     from shardsmith.design.simulator.simulation import simulate_plan
     from shardsmith.schedule.study import parse_times
 
     lengths = None if times is None else parse_times(times, "--times")
-    return simulate_plan(setup, slow=slow, times=lengths, target=target, record=record)
+    current = None if constants is None else values(constants)
+    return simulate_plan(setup, slow=slow, times=lengths, target=target, constants=current, record=record)
 
 
 def search(
@@ -301,11 +306,15 @@ def serve(
     return search_serving(demand, top=top)
 
 
-def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:
+def validate(
+    path: str | Path, *, cross: str = "none", moe: bool = False, constants: str | Path | None = None
+) -> Validation:
     """Every measured run of a CSV beside its prediction, with errors, intervals and quality of choice.
 
     `cross` names how rows are left out of the fit (`leave-one-group-out`, `leave-one-source-out`,
-    `one-scalar-per-source`; these need scipy) or is `none`: the shipped constants.
+    `one-scalar-per-source`, `one-refit-per-source`; these need scipy) or is `none`: the shipped constants, with
+    those of the file `constants` (as `refit` writes it) over them. Raises `Refused` for a file that cannot be
+    read and for an unknown `cross` (F701), or `constants` with one (F702).
     """
     from shardsmith.design.validation import report
 
@@ -316,11 +325,48 @@ def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Val
         )
     if chosen != "none" and find_spec("scipy") is None:
         raise NO_SCIPY.refuse(f"{chosen} fits constants, which needs scipy", hint="pip install 'shardsmith[fit]'")
-    return report.validate(path, cross=chosen, moe=moe)
+    if chosen != "none" and constants is not None:
+        raise CLASHING_CONSTANTS.refuse(
+            f"{chosen} fits its own constants",
+            ("--cross", chosen),
+            ("--constants", str(constants)),
+            hint="leave one of the two out",
+        )
+    return report.validate(path, cross=chosen, moe=moe, constants_file=constants)
+
+
+def refit(
+    log: str | Path,
+    setup: Setup,
+    *,
+    target: str = "shardsmith",
+    constants: str | Path | None = None,
+    out: str | Path | None = None,
+) -> OwnRun:
+    """The cost model's constants, moved by ONE run of `setup` whose `log` is at hand.
+
+    The log is our metrics.jsonl, or holds lines of Megatron-LM, DeepSpeed or torchtitan; `target` names the
+    software that ran. Each constant moves from its value (that of the file `constants` over the shipped one) as far
+    as its own spread between machines allows and the run demands. What moved is written to `out`, which
+    `validate(constants=...)` takes. Raises `Refused` for a log that does not fit (F110, F721, F722) and for
+    clusters that say too little and unknown targets (H501 to H503, X351).
+    """
+    from shardsmith.design.cost.constants import values
+    from shardsmith.design.validation.own_run import refit_to, write_constants
+
+    found = refit_to(log, setup, target, values(constants))
+    if out is not None:
+        write_constants(found, out, str(log))
+    return found
 
 
 UNKNOWN_CROSS = Code(
     code="F701", title="unknown cross-validation", because="what is left out decides what an error says"
+)
+CLASHING_CONSTANTS = Code(
+    code="F702",
+    title="left-out fits with constants from a file",
+    because="a left-out fit starts from the priors, so that the file would be read and ignored",
 )
 NO_SCIPY = Code(code="X211", title="scipy is not installed", because="only fitting needs it; predicting does not")
 NO_TORCH = Code(

@@ -144,10 +144,10 @@ def _exchanges(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | f
         outside = 1.0 - group.inside(below) / group.size
         rate = s.level_bandwidth[level] * c["net_share" if level else "link_share"]
         slowest = np.maximum(slowest, outside * size / rate)
-    return np.where(s.expert > 1, share * 2.0 * (slowest + reach(s, c, group).latency), 0.0)
+    return np.where(s.expert > 1, share * 2.0 * (slowest + c["call"] + reach(s, c, group).hops), 0.0)
 
 
 def _hop(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | float) -> Array:
     """Seconds to hand hidden states to the next stage; 0 with one stage."""
     r = reach(s, c, Group(members=np.where(s.pipeline > 1, 2.0, 1.0), stride=s.tensor * s.data))
-    return np.where(s.pipeline > 1, 2.0 * d.model.hidden * tokens / s.tensor / r.bandwidth + r.latency, 0.0)
+    return np.where(s.pipeline > 1, 2.0 * d.model.hidden * tokens / s.tensor / r.bandwidth + c["call"] + r.hops, 0.0)

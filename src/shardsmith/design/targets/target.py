@@ -72,6 +72,7 @@ class Target:
     gather_bytes: float
     optimizer_bytes: float
     overlap_tensor: float
+    overlap_weight_gradient: float = 0.0
     overlap_data: float
     overlap_shard: float
     overlap_pipeline: float
@@ -79,6 +80,7 @@ class Target:
     padded_stages: bool
     tied: bool
     selective: Literal["attention", "operators"]
+    early_stop: bool = False
     recompute_unstated: float = 0.0
     expert_launches: float = 120.0
     overlap_expert: float = 0.0

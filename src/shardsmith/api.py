@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.planner.priced import Priced
     from shardsmith.design.planner.result import SearchResult
     from shardsmith.design.serving.demand import ServingDtype
     from shardsmith.design.serving.search import ServingResult
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
     from shardsmith.engine.parity.certificate import Certificate
-    from shardsmith.layout.check import Checked
     from shardsmith.plan.setup import Job, Setup
     from shardsmith.schedule.ir import Kind
     from shardsmith.schedule.solve import Solved
@@ -46,16 +46,25 @@ _CODE = re.compile(r'\bcode="([A-Z]\d+)"')
 UNKNOWN_CODE = Code(code="F001", title="unknown code", because="every rule has one code, printed in its message")
 
 
-def check(setup: Setup | str | Path, *, running: bool = False) -> Checked:
-    """Every rule that a setup, or the plan or job file at a path, breaks; and the states of each stage.
+def check(setup: Setup | str | Path, *, running: bool = False, target: str | None = None) -> Priced:
+    """Every rule that a setup, or the plan or job file at a path, breaks; states of each stage, and the price.
 
-    `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for
-    a file that cannot be read; what is wrong with the plan stands in `.faults`.
+    On a cluster with figures a legal plan also has its step time and memory, warnings about pitfalls with what they
+    cost, and better neighbours. `running` makes errors of what a plan may say but the engine cannot do yet. Raises
+    `Refused` only for a file that cannot be read; what is wrong with the plan stands in `.faults`.
     """
+    from shardsmith.design.planner.priced import Priced, priceable
     from shardsmith.layout.check import examine
     from shardsmith.plan.file import read_setup
 
-    return examine(read_setup(setup) if isinstance(setup, (str, Path)) else setup, running=running)
+    read = read_setup(setup) if isinstance(setup, (str, Path)) else setup
+    checked = examine(read, running=running)
+    if not priceable(checked):
+        return Priced(checked=checked, faults=checked.faults)
+    from shardsmith.design.cost.subject import DEFAULT_TARGET
+    from shardsmith.design.planner.checked import price_checked
+
+    return price_checked(checked, target or DEFAULT_TARGET)
 
 
 def explain(code: str) -> Code:

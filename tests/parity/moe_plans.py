@@ -128,6 +128,7 @@ SAVERS = (
     row("selective recompute, expert 2", "data=2,expert=2,recompute=selective", DEEPSEEK),
     row("loss by chunks, expert 2 of tensor 2", "tensor=2,expert=2,loss_chunk=5", LITE),
     row("packed, expert 2", "data=2,expert=2,microbatch=2", MIXTRAL, packed=True),
+    row("weight gradients overlapped", "tensor=2,expert=2,overlap=weight_gradient,sequence_parallel=true", DEEPSEEK),
     row("expert ranks far apart", "data=2,tensor=2,expert=2,order=data-tensor-pipeline-context", MIXTRAL),
 )
 

@@ -183,7 +183,7 @@ def test_what_is_not_built_is_refused_for_a_run_and_a_warning_for_a_thought() ->
     assert all("mtp_layers = 1" in f.values[0][1] for f in faults)
 
 
-@pytest.mark.parametrize(("key", "code"), [("compile=true", "X106"), ("tensor=2,overlap=chunks", "X107")])
+@pytest.mark.parametrize(("key", "code"), [("compile=true", "X106"), ("tensor=2,overlap=chunks", "T306")])
 def test_what_experts_cannot_be_combined_with(key: str, code: str) -> None:
     assert [f.code for f in check(setup(key, model="tiny-moe"), running=True) if f.severity == "error"] == [code]
 

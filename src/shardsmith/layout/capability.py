@@ -22,11 +22,6 @@ COMPILED_EXPERTS = Code(
     title="compile with experts or latent attention",
     because="how many rows an expert gets is known only when tokens have chosen, and a block is compiled whole",
 )
-OVERLAPPED_EXPERTS = Code(
-    code="X107",
-    title="overlap with experts or latent attention",
-    because="overlap moves the sums of dense blocks; latents enter all heads at once, and a dispatch has its own place",
-)
 
 
 def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
@@ -43,9 +38,6 @@ def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
         if plan.compile:
             message = f"{model.name} cannot be compiled"
             faults.append(COMPILED_EXPERTS.fault(message, *setup.said("plan.compile"), has, hint="compile = false"))
-        if plan.overlap:
-            message = f"tensor collectives of {model.name} cannot be overlapped"
-            faults.append(OVERLAPPED_EXPERTS.fault(message, *setup.said("plan.overlap"), has, hint="leave overlap out"))
     faults += asynchronous_faults(setup)
     return faults if running else [replace(fault, severity="warning") for fault in faults]
 

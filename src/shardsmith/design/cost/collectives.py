@@ -29,10 +29,14 @@ class Links(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """What a group of ranks gets from the links: bytes/s of each rank one way, seconds of one pass over all hops."""
+    """What a group of ranks gets from the links: bytes/s of each rank one way, seconds of one pass over all hops.
+
+    `tree` is that pass where small messages go up a tree of ranks on every level, one hop a doubling.
+    """
 
     bandwidth: Array
     hops: Array
+    tree: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +69,14 @@ def reach(b: Links, c: Constants, group: Group) -> Reach:
     share, size = c["link_share"], group.size
     bandwidth = b.level_bandwidth[0] * share
     inside = group.inside(b.level_size[0])
-    hops = b.level_latency[0] * (inside - 1.0)
+    hops, tree = b.level_latency[0] * (inside - 1.0), b.level_latency[0] * np.log2(inside)
     for level in range(1, len(b.level_size)):
         outward = np.minimum(b.level_bandwidth[level] * c["net_share"] * inside, bandwidth)
         bandwidth = np.where(inside < size, outward, bandwidth)
         wider = group.inside(b.level_size[level])
-        hops = hops + b.level_latency[level] * np.log2(np.maximum(wider / inside, 1.0))
-        inside = wider
-    return Reach(bandwidth=bandwidth, hops=c["latency"] * hops)
+        upwards = b.level_latency[level] * np.log2(np.maximum(wider / inside, 1.0))
+        hops, tree, inside = hops + upwards, tree + upwards, wider
+    return Reach(bandwidth=bandwidth, hops=c["latency"] * hops, tree=c["latency"] * tree)
 
 
 def one_way(b: Links, c: Constants, group: Group, size: Array, calls: Array | float = 1.0) -> Array:
@@ -87,6 +91,13 @@ def all_reduce(b: Links, c: Constants, group: Group, size: Array, calls: Array |
     r, members = reach(b, c, group), group.size
     moved = 2.0 * (members - 1.0) / members * size / (c["all_reduce"] * r.bandwidth)
     return np.where(members > 1, moved + calls * (c["call"] + 2.0 * r.hops), 0.0)
+
+
+def small_all_reduce(b: Links, c: Constants, group: Group, size: Array) -> Array:
+    """Seconds to all-reduce a message so small that one kernel of a captured graph does it: a tree, no call."""
+    r, members = reach(b, c, group), group.size
+    moved = 2.0 * (members - 1.0) / members * size / (c["all_reduce"] * r.bandwidth)
+    return np.where(members > 1, moved + r.tree, 0.0)
 
 
 def exposed(c: Constants, duration: Array, overlap: Array, hidden_under: Array) -> Array:

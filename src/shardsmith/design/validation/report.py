@@ -121,7 +121,8 @@ def predicted_gb(runs: Runs) -> Array:
         logits=np.array([m.logits for m in declared]),
         gathered_layers=np.array([m.gathered_layers for m in declared]),
     )
-    return np.asarray(peak(runs.batch, held) / GB, dtype=np.float64)
+    fixed = np.array([m.fixed for m in declared])
+    return np.asarray((peak(runs.batch, held) + fixed) / GB, dtype=np.float64)
 
 
 def _finite(value: Any) -> Any:

@@ -46,6 +46,7 @@ __all__ = [
     "convert",
     "demo",
     "explain",
+    "generate",
     "loads",
     "make_setup",
     "model_named",
@@ -61,3 +62,12 @@ __all__ = [
     "validate",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """`shardsmith.__version__`, looked up when it is asked for: the installed distribution says it."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("shardsmith")

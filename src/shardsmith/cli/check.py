@@ -36,7 +36,7 @@ def _show(checked: Checked) -> tuple[RenderableType, ...]:
     verdict = "refused" if checked.errors else "legal"
     counts = f"{_counted(len(checked.errors), 'error')}, {_counted(len(checked.warnings), 'warning')}"
     parts.append(f"{setup.model.name} on {setup.cluster.name}, {setup.plan.world} ranks: {verdict} ({counts})")
-    parts.append(f"plan: {setup.plan}")
+    parts.append(f"plan: {setup.plan or 'one rank'}")
     if not checked.memory:
         return tuple(parts)
     table = Table(title="states of a rank, by stage (activations come on top)", title_justify="left")

@@ -31,7 +31,9 @@ help:  ## list the targets
 
 $(READY): pyproject.toml constraints.txt
 	$(call NEW_VENV,.venv)
-	@echo "Installing Shardsmith into .venv (the first time takes a few minutes)"
+	@echo "1/2 installing torch into .venv: the first time some minutes, most of it download (about 1 GB)"
+	@$(BIN)/python $(PIP) torch
+	@echo "2/2 installing Shardsmith and the rest"
 	@$(BIN)/python $(PIP) -e '.[train,dev]'
 	@touch $@
 

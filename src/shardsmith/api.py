@@ -6,8 +6,10 @@ Nothing at module level imports torch: a verb that runs a model imports the engi
 from __future__ import annotations
 
 import json
+import os
 import re
 import sysconfig
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
+LONGEST_S = 24 * 3600.0
+"""After so many seconds text that is being generated is given up."""
 MOST_VERIFIED_RANKS = 16
 MOST_VERIFIED_PARAMETERS = 300_000_000
 """What `verify` runs on one machine without being asked to shrink the plan."""
@@ -476,6 +480,55 @@ def convert(source: str | Path, target: str | Path) -> Converted:
     return convert(Path(source), Path(target))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What followed a `prompt`: its `text`, and the `tokens`; `ended` where the last one ends a document."""
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    ended: bool
+
+
+def generate(
+    folder: str | Path,
+    prompts: Sequence[str],
+    *,
+    tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    tokenizer: str | None = None,
+) -> tuple[Sample, ...]:
+    """Up to `tokens` tokens after each of `prompts`, by the weights of a run, a checkpoint or a Hugging Face folder.
+
+    `temperature` 0 takes the most likely token, above it tokens are drawn among the `top_k` likeliest (0: all). An
+    empty prompt is the end of a document, after which another begins. Raises `Refused` for weights that are unsound
+    (F401 to F406) and a tokenizer that is not known (G106) or has more ids than the model (G204).
+    """
+    _require_torch("generate")
+    from shardsmith.engine.checkpoint.companions import token_ids, tokenizer_for
+    from shardsmith.engine.checkpoint.formats import open_weights
+    from shardsmith.engine.dataset.indexed import check_vocabulary
+    from shardsmith.engine.dataset.tokenizer import open_tokenizer
+    from shardsmith.engine.runtime.forked import run_forked
+    from shardsmith.engine.train.sample import Sampling, continue_from
+
+    model = open_weights(Path(folder), "FOLDER").model
+    opened = tokenizer_for(Path(folder)) if tokenizer is None else open_tokenizer(tokenizer)
+    raise_errors(check_vocabulary(file=None, tokenizer=opened, vocab=model.vocab))
+    stated = token_ids(Path(folder), model.vocab).get("eos_token_id", [])
+    ends = {opened.eod, *(stated if isinstance(stated, list) else [stated])}
+    sampling = Sampling(count=tokens, temperature=temperature, top_k=top_k, seed=seed, ends=tuple(sorted(ends)))
+    given = [[int(one) for one in ids] or [opened.eod] for ids in opened.encode(prompts)]
+    cores = os.cpu_count() or 1
+    (found,) = run_forked(continue_from, 1, Path(folder), given, sampling, timeout_s=LONGEST_S, threads=cores)
+    return tuple(
+        Sample(prompt=prompt, text=opened.decode(out), tokens=tuple(out), ended=out[-1] in ends)
+        for prompt, out in zip(prompts, found, strict=True)
+    )
+
+
 def _draw(folder: Path, title: str) -> None:
     """The picture of a run's recorded timeline, if one was recorded."""
     from shardsmith.design.reports.timeline_picture import draw_timeline
@@ -566,10 +619,14 @@ def demo(out: str | Path = "demo-run", *, steps: int = 250, say: Callable[[str],
     from shardsmith.specs.job import Data, Optimisation, Run
     from shardsmith.timeline import Timeline
 
-    folder = Path(out)
+    folder, began = Path(out), time.monotonic()
+
+    def tell(text: str) -> None:
+        say(f"[{time.monotonic() - began:4.0f} s] {text}")
+
     setup = make_setup(plan=DEMO_PLAN, model="tiny-llama", seq_len=128, global_batch=16)
     text = folder / "data" / "stdlib"
-    say(f"1. preparing text: Python's standard library -> {text}.bin")
+    tell(f"1. preparing text: Python's standard library -> {text}.bin")
     modules = str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
     found = prepare([modules], text, tokenizer=f"bpe:{setup.model.vocab}", limit_mb=4, force=True)
     job = Job(
@@ -579,30 +636,19 @@ def demo(out: str | Path = "demo-run", *, steps: int = 250, say: Callable[[str],
         run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0, overwrite=True),
     )
     (folder / "job.toml").write_text(dumps(job))
-    say(f"2. training {setup.model.name} on {setup.plan.world} ranks: {setup.plan}")
+    tell(f"2. training {setup.model.name} on {setup.plan.world} ranks: {setup.plan}")
     train(job)
-    say("3. proving that very plan against one process, in float64")
+    tell("3. proving that very plan against one process, in float64")
     certificate = verify(replace(setup, workload=replace(setup.workload, dtype="float64")), steps=2)
-    say("4. sampling")
+    tell("4. sampling")
     losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Tour(
+    tour = Tour(
         first_loss=losses[0],
         last_loss=losses[-1],
         tokens=found.meta.tokens,
         certificate=certificate,
-        samples=_samples(setup, folder, text),
+        samples=tuple((one.prompt, one.text) for one in generate(folder, DEMO_PROMPTS, tokens=24)),
         timeline=Timeline.from_json(json.loads((folder / "timeline.json").read_text())),
     )
-
-
-def _samples(setup: Setup, folder: Path, text: Path, count: int = 24) -> tuple[tuple[str, str], ...]:
-    """Greedy continuations of a few prompts, by the final weights of the run."""
-    from shardsmith.engine.checkpoint.run_folder import WEIGHTS_FILE
-    from shardsmith.engine.dataset.tokenizer import open_tokenizer
-    from shardsmith.engine.runtime.forked import run_forked
-    from shardsmith.engine.train.sample import greedy_from
-
-    tokenizer = open_tokenizer(str(text.with_name("tokenizer.json")))
-    prompts = [[int(token) for token in ids] for ids in tokenizer.encode(DEMO_PROMPTS)]
-    (continued,) = run_forked(greedy_from, 1, setup.model, folder / WEIGHTS_FILE, prompts, count, timeout_s=120.0)
-    return tuple((prompt, tokenizer.decode(tokens)) for prompt, tokens in zip(DEMO_PROMPTS, continued, strict=True))
+    tell("done")
+    return tour

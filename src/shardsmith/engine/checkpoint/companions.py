@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardsmith.engine.dataset.tokenizer import open_tokenizer
-from shardsmith.errors import Refused
+from shardsmith.engine.dataset.tokenizer import Tokenizer, open_tokenizer
+from shardsmith.errors import Code, Refused
+
+NOT_KNOWN = Code(
+    code="G106",
+    title="no tokenizer beside the weights",
+    because="ids mean text only in the tokenizer that the model was trained with",
+)
 
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
@@ -55,6 +62,26 @@ def token_ids(folder: Path, vocab: int) -> TokenIds:
         except Refused:  # a tokenizer without an end, or no library to read it: then nothing is known
             return found
     return {key: value for key, value in found.items() if _fits(value, vocab)}
+
+
+def tokenizer_for(folder: Path) -> Tokenizer:
+    """The tokenizer of the weights in `folder`: its own, that of a checkpoint's run, or what run.toml says.
+
+    Raises `Refused` (G106) where none is known, and what `open_tokenizer` raises.
+    """
+    for place in (folder, folder.resolve().parent.parent):
+        if (place / TOKENIZER_FILE).is_file():
+            return open_tokenizer(str(place))
+        try:
+            stated = tomllib.loads((place / "run.toml").read_text(encoding="utf-8"))["data"]["tokenizer"]
+            return open_tokenizer(str(stated))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    raise NOT_KNOWN.refuse(
+        f"{folder} has no {TOKENIZER_FILE}",
+        (str(folder), f"no {TOKENIZER_FILE}"),
+        hint="name one: --tokenizer PATH, or byte",
+    )
 
 
 def _ids(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -27,12 +28,14 @@ from shardsmith.engine.train.gather import full_parameters, measured_timeline
 from shardsmith.engine.train.metrics import MetricsWriter, StepMetrics
 from shardsmith.engine.train.nonfinite import stop_nonfinite
 from shardsmith.engine.train.optimizer import set_learning_rate
-from shardsmith.engine.train.run_record import write_record
+from shardsmith.engine.train.run_record import changes, write_record
 from shardsmith.engine.train.step import StepResult, Trainer
 from shardsmith.plan.setup import Job
 from shardsmith.schedule.ir import Kind
 from shardsmith.specs.flops import mfu, model_flops
 from shardsmith.specs.learning_rate import learning_rate
+
+_log = logging.getLogger("shardsmith.train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,8 @@ def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> Ended:
     if rank == 0:
         if checkpoints.fresh:
             clear_run(folder)
+        elif changed := changes(job, folder):
+            _log.warning("changed since this run began: %s", "; ".join(changed))
         write_record(job, folder)
         writer = MetricsWriter(folder, tensorboard=run.tensorboard, first=first)
     stop = False

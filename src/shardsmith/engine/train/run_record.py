@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardsmith.engine.checkpoint.companions import GENERATION_FILE, TOKENIZER_FILE, carry
 from shardsmith.engine.checkpoint.run_folder import RUN_FILE
@@ -14,6 +17,9 @@ from shardsmith.engine.dataset.tokenizer import fingerprint
 from shardsmith.plan.file import dumps
 from shardsmith.plan.setup import Job
 from shardsmith.specs.job import SYNTHETIC, Data
+
+_BESIDE = ("cluster.", "data.tokenizer", "run.folder", "run.resume", "run.init", "run.overwrite", "run.timeline_step")
+"""Keys that change nothing in what is computed."""
 
 
 def write_record(job: Job, folder: Path) -> None:
@@ -29,6 +35,21 @@ def write_record(job: Job, folder: Path) -> None:
         shutil.copyfile(file, folder / TOKENIZER_FILE)
     if meta is not None and not (folder / GENERATION_FILE).exists():
         (folder / GENERATION_FILE).write_text(json.dumps({"eos_token_id": meta.eod}, indent=2) + "\n", encoding="utf-8")
+
+
+def changes(job: Job, folder: Path) -> tuple[str, ...]:
+    """What a run that goes on in `folder` states otherwise than before, as `section.key: before -> now`."""
+    try:
+        before = _flat(tomllib.loads((folder / RUN_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # written by a version that kept no record, or by hand
+        return ()
+    now = _flat(tomllib.loads(dumps(job)))
+    keys = [key for key in sorted(before.keys() | now.keys()) if not key.startswith(_BESIDE)]
+    return tuple(f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key))
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, values in table.items() for key, value in values.items()}
 
 
 def tokenizer_of(data: Data) -> tuple[str | None, Meta | None]:

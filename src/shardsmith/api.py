@@ -368,7 +368,7 @@ UNKNOWN_CROSS = Code(
     code="F701", title="unknown cross-validation", because="what is left out decides what an error says"
 )
 CLASHING_CONSTANTS = Code(
-    code="F702",
+    code="F704",
     title="left-out fits with constants from a file",
     because="a left-out fit starts from the priors, so that the file would be read and ignored",
 )

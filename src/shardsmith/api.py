@@ -318,7 +318,7 @@ def validate(
     `cross` names how rows are left out of the fit (`leave-one-group-out`, `leave-one-source-out`,
     `one-scalar-per-source`, `one-refit-per-source`; these need scipy) or is `none`: the shipped constants, with
     those of the file `constants` (as `refit` writes it) over them. Raises `Refused` for a file that cannot be
-    read and for an unknown `cross` (F701), or `constants` with one (F702).
+    read and for an unknown `cross` (F701), or `constants` with one (F704).
     """
     from shardsmith.design.validation import report
 

@@ -155,5 +155,5 @@ def test_refusals_of_a_refit(tmp_path: Path, setup: Setup) -> None:
         api.refit(log, setup, target="megatron")
     with pytest.raises(Refused, match="H502"):
         api.refit(log, make_setup(plan="data=2", dtype="bfloat16"))
-    with pytest.raises(Refused, match="F702"):
+    with pytest.raises(Refused, match="F704"):
         api.validate(DATA / "runs.csv", cross="leave-one-group-out", constants=log)

@@ -39,8 +39,17 @@ COMPILED = Code(
     because="a compiled block issues its collectives where its graph has them; what overlaps is the compiler's choice",
 )
 
+MIXED = Code(
+    code="T306",
+    title="halves or chunks of a layer that is more than attention and an MLP",
+    because="half_microbatches and chunks know how the sums of plain attention and a dense MLP follow each other; "
+    "experts and latent attention have exchanges of their own between them",
+)
+
 CHUNKS = 4
 """Parts into which `chunks` cuts a product, where it has so many rows."""
+
+_SPECIAL = {"experts": "experts", "latent": "latent attention"}
 
 SPLIT_SCHEDULES = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are an action of their own."""
@@ -83,6 +92,10 @@ def overlap_faults(setup: Setup) -> list[Fault]:
         message = f"weight_gradient, but {plan.schedule} puts weight gradients off"
         hint = "overlap = chunks or half_microbatches, or schedule = one_f_one_b"
         faults.append(NOTHING_BEHIND.fault(message, *said, *setup.said("plan.schedule"), hint=hint))
+    special = [key for key in ("experts", "latent") if getattr(setup.model, key) is not None]
+    if special and {"half_microbatches", "chunks"} & set(plan.overlap):
+        message = f"overlap = {named}, but {setup.model.name} has {' and '.join(_SPECIAL[key] for key in special)}"
+        faults.append(MIXED.fault(message, *said, hint="overlap = weight_gradient, or leave overlap out"))
     if plan.compile:
         message = f"overlap = {named} in compiled blocks"
         faults.append(COMPILED.fault(message, *said, *setup.said("plan.compile"), hint="compile = false"))

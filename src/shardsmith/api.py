@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
+SMALL_PARAMETERS = 50_000_000
+"""Models below this are sampled by one thread."""
 LONGEST_S = 24 * 3600.0
 """After so many seconds text that is being generated is given up."""
 MOST_VERIFIED_RANKS = 16
@@ -513,6 +515,7 @@ def generate(
     from shardsmith.engine.dataset.tokenizer import open_tokenizer
     from shardsmith.engine.runtime.forked import run_forked
     from shardsmith.engine.train.sample import Sampling, continue_from
+    from shardsmith.specs.model import parameter_count
 
     model = open_weights(Path(folder), "FOLDER").model
     opened = tokenizer_for(Path(folder)) if tokenizer is None else open_tokenizer(tokenizer)
@@ -521,8 +524,9 @@ def generate(
     ends = {opened.eod, *(stated if isinstance(stated, list) else [stated])}
     sampling = Sampling(count=tokens, temperature=temperature, top_k=top_k, seed=seed, ends=tuple(sorted(ends)))
     given = [[int(one) for one in ids] or [opened.eod] for ids in opened.encode(prompts)]
-    cores = os.cpu_count() or 1
-    (found,) = run_forked(continue_from, 1, Path(folder), given, sampling, timeout_s=LONGEST_S, threads=cores)
+    # the products of a small model are shorter than the meeting of threads over them
+    threads = 1 if parameter_count(model) < SMALL_PARAMETERS else os.cpu_count() or 1
+    (found,) = run_forked(continue_from, 1, Path(folder), given, sampling, timeout_s=LONGEST_S, threads=threads)
     return tuple(
         Sample(prompt=prompt, text=opened.decode(out), tokens=tuple(out), ended=out[-1] in ends)
         for prompt, out in zip(prompts, found, strict=True)

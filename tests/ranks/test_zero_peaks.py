@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardsmith.engine.dataset.batches import Synthetic, batches_of
-from shardsmith.engine.parallel.data import IN_FLIGHT
+from shardsmith.layout.axes.data import IN_FLIGHT
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.train.stage_work import StageWork

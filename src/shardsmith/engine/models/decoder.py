@@ -150,8 +150,7 @@ class Block(nn.Module):
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        attended = self.attention(around.cheap(self.norm1, x_SBD), around)
-        x_SBD = x_SBD + self._dropped(attended, around, "attention")
+        x_SBD = x_SBD + self._dropped(self.attention(around.cheap(self.norm1, x_SBD), around), around, "attention")
         out: Tensor = x_SBD + self._dropped(self.mlp(around.cheap(self.norm2, x_SBD), around), around, "mlp")
         return out
 

@@ -149,15 +149,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         rows = [_rows(g) for g in grads]
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            flat = torch.matmul(rows[0], weights[0])
-            for g, w in zip(rows[1:], weights[1:], strict=True):
-                flat.addmm_(g, w)
-            grad_x = entered_backward(flat.view(*grads[0].shape[:-1], -1), ctx.seam)
+        grad_x = _input_gradient(rows, weights, grads[0].shape[:-1], ctx.seam) if ctx.needs_input_grad[0] else None
         grad_w = _weight_gradients(ctx, x, rows)
         grad_b = tuple(g.sum(0) if has else None for g, has in zip(rows, ctx.has_bias, strict=True))
         return (grad_x, None, None, None, None, *grad_w, *grad_b)
+
+
+def _input_gradient(rows: list[Tensor], weights: list[Tensor], shape: torch.Size, seam: Seam) -> Tensor:
+    """The gradient [*shape, I] of the input; apart, so that what is not yet reduced is gone when it returns."""
+    flat = torch.matmul(rows[0], weights[0])
+    for g, w in zip(rows[1:], weights[1:], strict=True):
+        flat.addmm_(g, w)
+    return entered_backward(flat.view(*shape, -1), seam)
 
 
 def _weight_gradients(ctx: Any, x: Tensor, rows: list[Tensor]) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,99 @@
+"""One pipeline stage in bytes: forward, backward and the second half of a split backward of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shardsmith.design.footprint.block import Block, Kept
+from shardsmith.design.footprint.ends import Embedding, Head, HeadKept
+from shardsmith.design.footprint.gathers import Gate
+from shardsmith.design.footprint.reductions import Gradients
+from shardsmith.design.footprint.sizes import Sizes
+from shardsmith.design.footprint.tape import Piece, Tape
+from shardsmith.plan.stages import Stage
+
+
+@dataclass
+class Pass:
+    """What one forward pass keeps."""
+
+    rotation: Piece | None = None
+    looked_up: list[Piece] = field(default_factory=list)
+    layers: list[Kept] = field(default_factory=list)
+    head: HeadKept | None = None
+
+
+class StageTape:
+    """The stage `spec` on one rank; `table` holds the gradient of its embedding or tied head."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        sizes: Sizes,
+        spec: Stage,
+        gradients: Gradients,
+        table: Gradients,
+        gate: Gate,
+        vocab: int,
+    ) -> None:
+        self.tape, self.sizes, self.spec, self.gate = tape, sizes, spec, gate
+        model = sizes.setup.model
+        self.shared = model.tied and spec.embedding and spec.head
+        embedded = table if model.tied else gradients
+        self.embedding = Embedding(tape, sizes, embedded, gradients, shared=self.shared) if spec.embedding else None
+        self.blocks = [Block(tape, sizes, gradients, layer) for layer in spec.layers]
+        self.head = Head(tape, sizes, gradients, embedded, vocab) if spec.head else None
+        self.rope = model.positions == "rope" and bool(spec.layers)
+        self.live: dict[int, Pass] = {}
+        self.deferred: dict[int, list[Callable[[], None]]] = {}
+
+    def forward(self, microbatch: int, x: Piece | None) -> Piece | None:
+        """Takes over `x`, the stage's input (None: tokens); returns its output (None: a loss)."""
+        tape, kept = self.tape, Pass()
+        if self.embedding is not None:
+            self.gate.enter("embedding")
+            x, kept.looked_up = self.embedding.forward()
+            self.gate.leave("embedding")
+        assert x is not None, "a stage without embedding has an input"
+        if self.rope:
+            s = self.sizes
+            kept.rotation = tape.new(2 * s.setup.workload.seq_len * s.setup.model.head_dim * s.narrow)
+        for block in self.blocks:
+            self.gate.enter(str(block.layer))
+            x, layer = block.forward(x)
+            kept.layers.append(layer)
+            self.gate.leave(str(block.layer))
+        if self.head is not None:
+            self.gate.enter("head")
+            kept.head = self.head.forward(x)
+            self.gate.leave("head")
+        self.live[microbatch] = kept
+        return None if self.head is not None else x
+
+    def backward(self, microbatch: int, grad: Piece | None, *, split: bool) -> Piece | None:
+        """Takes over `grad` of the output; returns that of the input. `split` puts weight gradients off."""
+        kept = self.live.pop(microbatch)
+        later: list[Callable[[], None]] | None = [] if split else None
+        if self.head is not None:
+            assert kept.head is not None, "the last stage has a loss"
+            self.gate.enter_backward("head")
+            grad = self.head.backward(kept.head, later, shared=self.shared)
+            self.gate.leave("head")
+        assert grad is not None, "a stage without head is given a gradient"
+        while kept.layers:
+            block, layer = self.blocks[len(kept.layers) - 1], kept.layers.pop()
+            self.gate.enter_backward(str(block.layer))
+            grad = block.backward(layer, grad, later)
+            self.gate.leave(str(block.layer))
+        if self.embedding is not None:
+            self.embedding.backward(kept.looked_up, grad)
+        self.tape.free(kept.rotation)
+        if later is not None:
+            self.deferred[microbatch] = later
+        return None if self.embedding is not None else grad
+
+    def weights(self, microbatch: int) -> None:
+        """The weight gradients that were put off."""
+        for compute in self.deferred.pop(microbatch):
+            compute()

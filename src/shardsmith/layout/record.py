@@ -49,6 +49,45 @@ class StepRecord:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One rank's step as it was run (`run`) and as it was computed (`model`)."""
+
+    run: StepRecord
+    model: StepRecord
+
+    @property
+    def peak_error(self) -> float:
+        """By what share of the run's peak the model's is larger (or smaller: negative)."""
+        return self.model.peak / self.run.peak - 1.0
+
+    @property
+    def same_collectives(self) -> bool:
+        """Whether both count the same collectives and messages: axis, kind, purpose, calls and bytes."""
+        return set(self.run.collectives) == set(self.model.collectives)
+
+    def as_json(self) -> dict[str, Any]:
+        """The run's record, with the model's under `model` and model minus run under `difference`."""
+        run, model = by_kind(self.run.collectives), by_kind(self.model.collectives)
+        none = {"count": 0, "bytes": 0}
+        kinds = {
+            kind: {key: model.get(kind, none)[key] - run.get(kind, none)[key] for key in none}
+            for kind in sorted({*run, *model})
+        }
+        return {
+            "rank": self.run.rank,
+            "pipeline_rank": self.run.pipeline_rank,
+            **self.run.as_json(),
+            "model": self.model.as_json(),
+            "difference": {
+                "peak": self.peak_error,
+                "peak_gib": (self.model.peak - self.run.peak) / GIB,
+                "collectives": kinds,
+                "flops": self.model.total_flops - self.run.total_flops,
+            },
+        }
+
+
 def by_kind(counts: Iterable[CollectiveCount]) -> dict[str, dict[str, int]]:
     """`{kind: {count, bytes}}`: calls and payload bytes of each kind of collective, over all axes and purposes."""
     found: dict[str, dict[str, int]] = {}

@@ -94,3 +94,10 @@ def mesh_of(plan: Plan) -> Mesh:
 def data_index(coord: Coord, sizes: Coord) -> int:
     """Which of the `data` replicas a coordinate is: 0 .. data-1, shard varying fastest."""
     return coord.replicate * sizes.shard + coord.shard
+
+
+def positions(plan: Plan) -> tuple[int, ...]:
+    """One global rank of every position of the pipeline: coordinate 0 on all other axes."""
+    mesh = mesh_of(plan)
+    origin = Coord(pipeline=0, replicate=0, shard=0, context=0, tensor=0)
+    return tuple(mesh.rank(origin._replace(pipeline=at)) for at in range(plan.pipeline))

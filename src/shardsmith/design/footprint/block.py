@@ -10,7 +10,7 @@ from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import Sizes
 from shardsmith.design.footprint.tape import Piece, Tape
 
-Later = list[Callable[[], None]]
+Later = list[Callable[[], object]]
 """Weight gradients that are put off: each frees what it was kept for."""
 
 
@@ -30,6 +30,8 @@ class Kept:
     mlp: list[Piece] = field(default_factory=list)
     """up, and gate where there is one"""
     inner: Piece | None = None
+    rotation: Piece | None = None
+    """cosines and sines, one for all layers of a pass"""
 
 
 class Block:
@@ -46,8 +48,8 @@ class Block:
             for heads in (sizes.heads, sizes.kv_heads)
         )
 
-    def forward(self, x: Piece) -> tuple[Piece, Kept]:
-        """`x` [rows, hidden] is taken over; returns the output and what is kept."""
+    def forward(self, x: Piece, rotation: Piece | None) -> tuple[Piece, Kept]:
+        """`x` [rows, hidden] is taken over; returns the output and what is kept, `rotation` included."""
         kept, out = self._forward(x)
         assert out is not None, "the layer runs to its end"
         if self.recompute == "full":
@@ -56,6 +58,8 @@ class Block:
         elif self.recompute == "selective":
             self.tape.free(*kept.entering, kept.inner)
             kept.entering, kept.inner = [], None
+        if rotation is not None:
+            kept.rotation = self.tape.hold(rotation)
         return out, kept
 
     def backward(self, kept: Kept, grad: Piece, later: Later | None) -> Piece:
@@ -63,12 +67,13 @@ class Block:
 
         Weight gradients are computed on the way, or put off into `later`.
         """
-        full = self._leave_backward(grad)
+        full, rotation = self._leave_backward(grad), kept.rotation
         if self.recompute == "full":
             kept, _ = self._forward(kept.x, stop=True)
-        grad = self._sum(grad, self._mlp_backward(kept, full, later))
+            kept.rotation = rotation
+        grad = self._norm_backward(2, grad, *self._mlp_backward(kept, full, later))
         full = self._leave_backward(grad)
-        return self._sum(grad, self._attention_backward(kept, full, later))
+        return self._norm_backward(1, grad, *self._attention_backward(kept, full, later))
 
     def _forward(self, x: Piece, *, stop: bool = False) -> tuple[Kept, Piece | None]:
         """With `stop`, what recomputation needs: up to the last product, but not its closing sum."""
@@ -128,13 +133,20 @@ class Block:
     def _leave_backward(self, grad: Piece) -> Piece:
         return self.tape.new(self.sizes.gathered) if self.sizes.scattered else self.tape.hold(grad)
 
-    def _sum(self, grad: Piece, other: Piece) -> Piece:
-        """The gradients of the two ways around half a block, added."""
+    def _norm_backward(self, number: int, grad: Piece, inner: Piece, x: Piece, scale: Piece) -> Piece:
+        """Back through a norm; its input gradient is added to `grad`, which came around half the block.
+
+        Gains come last: autograd hands them over when all else has arrived.
+        """
+        by_norm = self.norm.backward(self.tape)
+        self.tape.free(inner, x, scale)
         out = self.tape.new(self.sizes.hidden)
-        self.tape.free(grad, other)
+        self.tape.free(grad, by_norm)
+        for kind in ("weight", "bias") if self.norm.fused else ("weight",):
+            self.gradients.accumulated(f"{self._name(f'norm{number}')}.{kind}")
         return out
 
-    def _mlp_backward(self, kept: Kept, full: Piece, later: Later | None) -> Piece:
+    def _mlp_backward(self, kept: Kept, full: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
         tape, s = self.tape, self.sizes
         inner = kept.inner or tape.new(s.inner)
         grad = tape.new(s.inner)
@@ -150,7 +162,7 @@ class Block:
         names = ["mlp.gate", "mlp.up"] if self.model.gated else ["mlp.up"]
         return self._entering_backward(kept, 1, names, grads, later, bias=self.model.mlp_bias)
 
-    def _attention_backward(self, kept: Kept, full: Piece, later: Later | None) -> Piece:
+    def _attention_backward(self, kept: Kept, full: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
         tape, s = self.tape, self.sizes
         *qkv, out, log_sums = kept.attention
         grad = tape.new(s.queries)
@@ -162,6 +174,7 @@ class Block:
                 turned = tape.new(size)
                 tape.free(grads[at])
                 grads[at] = turned
+            tape.free(kept.rotation)
         if self.model.qk_norm:
             for at, norm, name in ((1, self.k_norm, "k_norm"), (0, self.q_norm, "q_norm")):
                 by_norm = norm.backward(tape)
@@ -173,8 +186,8 @@ class Block:
 
     def _entering_backward(
         self, kept: Kept, at: int, names: list[str], grads: list[Piece], later: Later | None, *, bias: bool
-    ) -> Piece:
-        """Back through column-parallel products and the norm ahead of them; returns that norm's input gradient."""
+    ) -> tuple[Piece, Piece, Piece]:
+        """Back through column-parallel products: the gradient of their input, and what the norm ahead kept."""
         tape, s = self.tape, self.sizes
         entering = kept.entering[at] if kept.entering else self._again()
         grad = tape.new(s.gathered)
@@ -183,12 +196,7 @@ class Block:
             tape.free(grad)
             grad = part
         self._weights(names, [entering], grads, later, bias=bias, sums=False)
-        by_norm = self.norm.backward(tape)
-        x, scale = kept.norms[at]
-        for kind in ("weight", "bias") if self.norm.fused else ("weight",):
-            self.gradients.accumulated(f"{self._name(f'norm{at + 1}')}.{kind}")
-        tape.free(grad, x, scale)
-        return by_norm
+        return grad, *kept.norms[at]
 
     def _again(self) -> Piece:
         """The output of a norm, made again."""

@@ -10,7 +10,7 @@ from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import INDEX, Sizes
 from shardsmith.design.footprint.tape import Piece, Tape
 
-Later = list[Callable[[], None]]
+Later = list[Callable[[], object]]
 
 
 class Embedding:
@@ -44,8 +44,8 @@ class Embedding:
             out = added
         return out, kept
 
-    def backward(self, kept: list[Piece], grad: Piece) -> None:
-        """Takes over `grad` of the output."""
+    def backward(self, kept: list[Piece], grad: Piece, by_head: Piece | None) -> None:
+        """Takes over `grad` of the output, and the table's gradient `by_head` where it is the head's, too."""
         tape, s = self.tape, self.sizes
         if self.learned:
             summed = tape.new(self.places) if s.sequences > 1 else None
@@ -59,11 +59,18 @@ class Embedding:
             masked = tape.new(s.gathered)
             tape.free(grad)
             grad = masked
-        if self.shared:
-            self.table.accumulated("embedding.weight")
-        else:
+        if not self.shared:
             self.table.product("embedding.weight")
+            tape.free(grad, *kept)
+            return
+        made = tape.new(s.table)
         tape.free(grad, *kept)
+        if by_head is not None:
+            both = tape.new(s.table)
+            tape.free(made, by_head)
+            made = both
+        self.table.given("embedding.weight")
+        tape.free(made)
 
 
 @dataclass
@@ -86,7 +93,6 @@ class Head:
         self.fused = model.norm == "layernorm"
         self.name = "embedding.weight" if model.tied else "head.weight"
         self.chunk = sizes.setup.plan.loss_chunk
-        self.split = sizes.setup.plan.tensor > 1
         self.norm = Norm(rows=sizes.rows, width=model.hidden, narrow=sizes.narrow, wide=sizes.wide, fused=self.fused)
 
     def forward(self, x: Piece) -> HeadKept:
@@ -95,17 +101,21 @@ class Head:
         loss = self._whole_loss(entering) if self.chunk is None else self._chunked_loss()
         return HeadKept(x=x, scale=scale, entering=entering, loss=loss)
 
-    def backward(self, kept: HeadKept, later: Later | None, *, shared: bool) -> Piece:
-        """The gradient of the last layer's output; `shared`: autograd sums the table's gradient with its other use."""
+    def backward(self, kept: HeadKept, later: Later | None, *, shared: bool) -> tuple[Piece, Piece | None]:
+        """The gradient of the last layer's output, and that of the table where it waits for the table's other use.
+
+        `shared`: the table is the embedding of this very stage, and autograd sums its two gradients.
+        """
+        apart = shared and later is None
         if self.chunk is None:
-            grad = self._whole_loss_backward(kept, later, shared=shared)
+            grad, table = self._whole_loss_backward(kept, later, apart=apart)
         else:
-            grad = self._chunked_loss_backward(kept, later)
+            grad, table = self._chunked_loss_backward(kept, later, apart=apart)
         by_norm = self.norm.backward(self.tape)
+        self.tape.free(grad, kept.x, kept.scale)
         for kind in ("weight", "bias") if self.fused else ("weight",):
             self.gradients.accumulated(f"final_norm.{kind}")
-        self.tape.free(grad, kept.x, kept.scale)
-        return by_norm
+        return by_norm, table
 
     def _gathered(self) -> Piece | None:
         return self.tape.new(self.sizes.gathered) if self.sizes.scattered else None
@@ -121,7 +131,7 @@ class Head:
         tape.free(logits)
         return [exponentials, *rest]
 
-    def _whole_loss_backward(self, kept: HeadKept, later: Later | None, *, shared: bool) -> Piece:
+    def _whole_loss_backward(self, kept: HeadKept, later: Later | None, *, apart: bool) -> tuple[Piece, Piece | None]:
         """Exponentials become the gradient of the logits where they lie; in a narrow dtype it is a copy of that."""
         tape, s = self.tape, self.sizes
         exponentials, *rest = kept.loss
@@ -132,19 +142,18 @@ class Head:
         tape.free(*rest)
         out = self._scattered(tape.new(s.gathered))
 
-        def compute() -> None:
+        def compute() -> Piece | None:
             full = self._gathered()
-            if shared and later is None:
-                self.table.accumulated(self.name)
-            else:
+            table = tape.new(self._table) if apart else None
+            if not apart:
                 self.table.product(self.name)
             tape.free(full, grad, kept.entering)
+            return table
 
         if later is None:
-            compute()
-        else:
-            later.append(compute)
-        return out
+            return out, compute()
+        later.append(compute)
+        return out, None
 
     def _scattered(self, full: Piece) -> Piece:
         if not self.sizes.scattered:
@@ -156,38 +165,42 @@ class Head:
     def _chunked_loss(self) -> list[Piece]:
         s = self.sizes
         full, logs = self._gathered(), self.tape.new(s.all_rows * s.wide)
-        self._chunk(wides=2 if self.split else 1)
+        self._chunk()
         self.tape.free(full)
         return [logs]
 
-    def _chunked_loss_backward(self, kept: HeadKept, later: Later | None) -> Piece:
+    @property
+    def _table(self) -> int:
+        """Bytes of the table's gradient as a product makes it."""
+        return self.vocab * self.sizes.setup.model.hidden * self.sizes.narrow
+
+    def _chunked_loss_backward(self, kept: HeadKept, later: Later | None, *, apart: bool) -> tuple[Piece, Piece | None]:
         tape, s = self.tape, self.sizes
-        table = self.vocab * s.setup.model.hidden * s.narrow
         full, out = self._gathered(), tape.new(s.gathered)
-        grad = tape.new(table) if later is None else None
-        self._chunk(wides=2)
+        grad = tape.new(self._table) if later is None else None
+        self._chunk()
         tape.free(full)
 
         def compute() -> None:
-            full, grad = self._gathered(), tape.new(table)
-            self._chunk(wides=2)
+            full, grad = self._gathered(), tape.new(self._table)
+            self._chunk()
             self.table.given(self.name)
             tape.free(full, grad, kept.entering, *kept.loss)
 
         if later is not None:
             later.append(compute)
         out = self._scattered(out)
-        if later is None:
+        if later is not None:
+            return out, None
+        tape.free(kept.entering, *kept.loss)
+        if not apart:
             self.table.given(self.name)
-            tape.free(grad, kept.entering, *kept.loss)
-        return out
+            tape.free(grad)
+        return out, grad if apart else None
 
-    def _chunk(self, *, wides: int) -> None:
-        """The logits of one chunk: in the computation's dtype, and `wides` times in the wide one."""
+    def _chunk(self) -> None:
+        """The logits of one chunk, in the computation's dtype and in the wide one."""
         tape, s = self.tape, self.sizes
         assert self.chunk is not None, "the loss goes by chunks"
-        logits = min(self.chunk, s.all_rows) * self.vocab
-        made = [tape.new(logits * s.wide) for _ in range(wides)]
-        if s.wide > s.narrow:
-            made.append(tape.new(logits * s.narrow))
-        tape.free(*made)
+        widths = {s.wide, s.narrow}
+        tape.free(tape.new(min(self.chunk, s.all_rows) * self.vocab * sum(widths)))

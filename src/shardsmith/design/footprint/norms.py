@@ -1,4 +1,4 @@
-"""What the norms of `engine/models/norm.py` allocate: computed in float32 or wider, whatever the computation's dtype."""
+"""What the norms of `engine/models/norm.py` allocate, which compute in float32 or wider."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gradients cost between the backward pass that makes them and the optimiser: `engine/parallel/data.py` in bytes."""
+"""What gradients cost between backward and the optimiser: `engine/parallel/data.py` in bytes."""
 
 from __future__ import annotations
 

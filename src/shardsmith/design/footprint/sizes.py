@@ -7,7 +7,6 @@ from functools import cached_property
 
 from shardsmith.layout.axes.tensor import kv_copies
 from shardsmith.plan.batch import batching
-from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.units import DTYPE_BYTES
 
@@ -98,7 +97,7 @@ class Sizes:
         return self.all_rows * (self.setup.model.ffn // self.setup.plan.tensor) * self.narrow
 
     @cached_property
-    def direct(self) -> bool:
-        """Whether products add weight gradients where they accumulate, since those have the dtype of the weights."""
-        kinds = precision(self.setup.plan, self.setup.workload)
-        return DTYPE_BYTES[kinds.grad] == DTYPE_BYTES[kinds.param] and kinds.grad == kinds.param
+    def table(self) -> int:
+        """The gradient of a tied table on the fullest rank, as a product makes it."""
+        model = self.setup.model
+        return -(-model.vocab // self.setup.plan.tensor) * model.hidden * self.narrow

@@ -211,5 +211,3 @@ def _reduced(program: tuple[object, ...]) -> set[Action]:
         elif isinstance(step, Reduce):
             found.add(latest[step.stage])
     return found
-
-

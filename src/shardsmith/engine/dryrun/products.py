@@ -16,11 +16,11 @@ ATEN = torch.ops.aten
 Product = Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[str, int]]
 
 
-def _mm(first: int) -> Product:
+def _mm(first: int, part: str = "linear") -> Product:
     """A product (or batch of them) of the arguments `first` and `first` + 1."""
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> tuple[str, int]:
-        return "linear", 2 * args[first].numel() * args[first + 1].shape[-1]
+        return part, 2 * args[first].numel() * args[first + 1].shape[-1]
 
     return count
 
@@ -41,11 +41,10 @@ def _attention(query: int, products: int, causal: int) -> Product:
 PRODUCTS: dict[Any, Product] = {
     ATEN.mm.default: _mm(0),
     ATEN.mm.out: _mm(0),
-    ATEN.bmm.default: _mm(0),
+    ATEN.bmm.default: _mm(0, "scores"),
     ATEN.addmm.default: _mm(1),
     ATEN.addmm.out: _mm(1),
     ATEN.addmm_.default: _mm(1),
-    ATEN.baddbmm.default: _mm(1),
     ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention(0, 2, 4),
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(1, 4, 7),
 }

@@ -8,9 +8,10 @@ of thousands of ranks, allocating, communicating and multiplying as there, in th
 from __future__ import annotations
 
 import gc
+
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401  (collectives on fake tensors)
+import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,6 +27,7 @@ from shardsmith.plan.batch import batching
 from shardsmith.plan.setup import Setup
 from shardsmith.schedule.ir import Action, Kind
 from shardsmith.specs.job import Optimisation
+
 
 def dry_run_rank(setup: Setup, rank: int, optimisation: Optimisation) -> StepRecord:
     """The record of one step of global `rank`, as a run has it from its second step on.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardsmith.engine.models.activation import swiglu
-from shardsmith.engine.models.attention_mask import attention_mask
+from shardsmith.engine.models.attention_mask import added, attention_mask
 from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
 from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
@@ -40,8 +40,9 @@ GELU: dict[str, Callable[..., Tensor]] = {
 class Surroundings:
     """What a block needs beside its input, the same for all blocks of a pass.
 
-    `rotation`: cosines and sines of the positions where they are rotary. `mask`: who attends to whom (see
-    `attention_mask`), None for plain causal attention. `noise`: dropout masks, None where nothing is dropped.
+    `rotation`: cosines and sines of the positions where they are rotary. `mask`: what is added to scores so that
+    only those count that should (see `attention_mask`), None for plain causal attention. `noise`: dropout masks,
+    None where nothing is dropped.
     `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
     """
 
@@ -105,9 +106,8 @@ class Attention(nn.Module):
         heads, length = q.shape[1], q.shape[2]
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        scores = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
-        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            mask = added(torch.ones(length, length, dtype=torch.bool, device=q.device).tril(), q.dtype)
+        shares = ((q @ k.transpose(2, 3)) * self.head_dim**-0.5 + mask).softmax(-1)
         first = self.seam.group.index * heads if self.seam.group is not None else 0
         keep = noise.attention(range(first, first + heads), length, self.dropout, self.layer)
         out: Tensor = (shares * keep.to(device=q.device, dtype=q.dtype)) @ v
@@ -171,6 +171,7 @@ class Stage(nn.Module):
         self.gate = OPEN_GATE
         self.recompute: Recompute = "none"
         self.loss_chunk: int | None = None
+        self._kept_mask: tuple[tuple[int, torch.dtype, torch.device], Tensor | None] | None = None
         if stage.embedding or (stage.head and spec.tied):
             self.embedding = Table(spec.vocab, spec.hidden)
             self.embedding.shared = stage.embedding and stage.head and spec.tied
@@ -215,9 +216,7 @@ class Stage(nn.Module):
         if self.inverse is not None and self.stage.layers:
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
-        mask = attention_mask(
-            len(positions_SB), device=positions_SB.device, documents_BS=documents_BS, window=self.spec.window
-        )
+        mask = self._mask(len(positions_SB), x, documents_BS) if self.stage.layers else None
         around = Surroundings(rotation=rotation, mask=mask, noise=noise)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
             x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
@@ -241,6 +240,16 @@ class Stage(nn.Module):
             )
         group = self.head_seam.group if table.split else None
         return token_losses(left.flatten(0, 1), labels_SB.flatten(), table.first, group).sum()
+
+    def _mask(self, length: int, x: Tensor, documents_BS: Tensor | None) -> Tensor | None:
+        """The mask of a pass; one that does not depend on the documents is kept for all passes."""
+        if documents_BS is not None:
+            mask = attention_mask(length, device=x.device, documents_BS=documents_BS, window=self.spec.window)
+            return None if mask is None else added(mask, x.dtype)
+        if self._kept_mask is None or self._kept_mask[0] != (length, x.dtype, x.device):
+            mask = attention_mask(length, device=x.device, window=self.spec.window)
+            self._kept_mask = (length, x.dtype, x.device), None if mask is None else added(mask, x.dtype)
+        return self._kept_mask[1]
 
     def _run(self, block: Block, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """One block, its activations kept or not."""

@@ -26,6 +26,7 @@ from shardsmith.engine.runtime.units import Unit, gather
 from shardsmith.layout.axes.data import IN_FLIGHT, buckets, data_rows
 from shardsmith.units import MIB
 
+
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """How the data axis of a run works: groups, level, bucket size and dtypes.

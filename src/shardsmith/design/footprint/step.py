@@ -23,7 +23,7 @@ from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import stages
 from shardsmith.schedule.ir import Action, Kind
-from shardsmith.schedule.lower import Exchange, Gather, Payload, Reduce, Reshard, Unshard, lower
+from shardsmith.schedule.lower import Exchange, Gather, Payload, Reduce, Reshard, Unshard, lower, reduced
 from shardsmith.schedule.orders import build
 from shardsmith.units import DTYPE_BYTES
 
@@ -128,7 +128,7 @@ class _Step:
         self.last = order.stages - 1
         gathers: Gather = plan.zero_gather if plan.zero == 3 else "never"
         program = lower(order, gather=gathers, reduce_each=streams_gradients(plan)).ranks[self.coord.pipeline]
-        self.reduced = _reduced(program)
+        self.reduced = reduced(program)
         return program
 
     def _perform(self, action: Action) -> None:
@@ -198,16 +198,4 @@ def _places(shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
         first, *rest = name.split(".")
         outside = "embedding" if first in ("embedding", "position") else "head"
         found.setdefault(rest[0] if first == "layers" else outside, []).append(name)
-    return found
-
-
-def _reduced(program: tuple[object, ...]) -> set[Action]:
-    """The actions directly behind which their stage's gradients are reduced."""
-    found: set[Action] = set()
-    latest: dict[int, Action] = {}
-    for step in program:
-        if isinstance(step, Action):
-            latest[step.stage] = step
-        elif isinstance(step, Reduce):
-            found.add(latest[step.stage])
     return found

@@ -42,6 +42,10 @@ class Tracker(TorchDispatchMode):
         self._watched: dict[int, weakref.ref[UntypedStorage]] = {}
         self._new: set[int] | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles here, and torch's guard against it costs more than this class
+
     def __enter__(self) -> Tracker:
         self._resize = UntypedStorage.resize_
         tracker, resize = self, self._resize

@@ -8,14 +8,17 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardsmith.engine.dryrun.tracker import Tracker
+from shardsmith.engine.models import initialise
 from shardsmith.engine.parallel.data import Bucket
 from shardsmith.engine.parallel.pipeline import Wire
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.units import Unit
+from shardsmith.specs.model import Weight
 
 LABELS: tuple[tuple[type, str, str], ...] = (
     (Bucket, "_buffer", "buckets"),
@@ -37,8 +40,10 @@ Method = Callable[..., Any]
 def watching() -> Iterator[Tracker]:
     """A tracker, entered, that the engine's methods tell what their tensors are for."""
     tracker = Tracker()
+    replaced: list[tuple[Any, str, Method]]
     replaced = [(owner, name, _labelling(getattr(owner, name), tracker, label)) for owner, name, label in LABELS]
     replaced += [(Group, name, _holding(getattr(Group, name))) for name in ASYNCHRONOUS]
+    replaced += [(initialise, "full_rows", _blank_rows)]
     plain = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
         for owner, name, method in replaced:
@@ -48,6 +53,11 @@ def watching() -> Iterator[Tracker]:
     finally:
         for owner, name, method in plain:
             setattr(owner, name, method)
+
+
+def _blank_rows(weight: Weight, seed: int, start: int, stop: int) -> Tensor:
+    """In the place of drawn weights, which would have no values anyway."""
+    return torch.empty(stop - start, *weight.shape[1:])
 
 
 class _Holding(dist.Work):

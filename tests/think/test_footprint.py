@@ -52,11 +52,6 @@ def test_recomputation_keeps_less() -> None:
     assert full < selective < none
 
 
-def test_a_split_backward_keeps_more_than_a_whole_one() -> None:
-    """Inputs and output gradients of the products wait for W; no schedule of the ZB-H1 kind keeps less than 1F1B."""
-    assert activations("pipeline=4,schedule=zb_h1") >= activations("pipeline=4,schedule=one_f_one_b")
-
-
 def test_a_tape_counts_holders_and_remembers_the_largest_moment() -> None:
     tape = Tape()
     first = tape.new(10, "weights")

@@ -1,4 +1,4 @@
-"""Golden files: `pytest tests/golden --refresh-golden` writes what the tests would compare."""
+"""Golden files (`pytest tests/golden --refresh-golden` writes what the tests would compare), and hypothesis."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long one example takes says something about the machine, not about the code.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

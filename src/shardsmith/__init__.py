@@ -3,7 +3,21 @@
 The verbs of the command line as functions. Importing this imports no torch; verbs that run a model do when called.
 """
 
-from shardsmith.api import check, convert, demo, dryrun, explain, prepare, study, train, validate, verify
+from shardsmith.api import (
+    check,
+    convert,
+    demo,
+    dryrun,
+    explain,
+    prepare,
+    serve,
+    simulate,
+    solve,
+    study,
+    train,
+    validate,
+    verify,
+)
 from shardsmith.errors import Fault, Refused
 from shardsmith.plan.file import loads, make_setup, parse_plan_line, read_job, read_setup
 from shardsmith.plan.plan import Plan
@@ -41,6 +55,9 @@ __all__ = [
     "prepare",
     "read_job",
     "read_setup",
+    "serve",
+    "simulate",
+    "solve",
     "study",
     "train",
     "validate",

@@ -9,7 +9,7 @@ import json
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +20,9 @@ from shardsmith.errors import CODES, Code, Fault, raise_errors
 from shardsmith.layout.record import Compared
 
 if TYPE_CHECKING:
+    from shardsmith.design.serving.demand import ServingDtype
+    from shardsmith.design.serving.search import ServingResult
+    from shardsmith.design.simulator.simulation import Simulation
     from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
     from shardsmith.layout.check import Checked
     from shardsmith.plan.setup import Job, Setup
     from shardsmith.schedule.ir import Kind
+    from shardsmith.schedule.solve import Solved
     from shardsmith.schedule.study import Study
+    from shardsmith.specs.cluster import ClusterSpec
+    from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
 MOST_VERIFIED_RANKS = 16
@@ -137,6 +143,106 @@ def study(
     )
 
 
+def solve(
+    stage_times: str | None,
+    *,
+    pipeline: int | None,
+    microbatches: int | None,
+    times: str | None = None,
+    live: int | None = None,
+    deferred: int | None = None,
+    effort: float = 20.0,
+) -> Solved:
+    """The shortest pipeline order for stages of different cost under a memory cap, by a constraint solver.
+
+    `stage_times` such as `1,1,1,1.5` are factors on `times` (`F=1,I=1,W=1`), a stage each, placed in a loop over the
+    ranks. `live` and `deferred` cap what a rank holds, in microbatches of one stage. Raises `Refused`.
+    """
+    from shardsmith.schedule.rules import UNSTATED
+    from shardsmith.schedule.solve import parse_stage_times, solve
+    from shardsmith.schedule.study import parse_times
+
+    stated = {"pipeline": pipeline, "microbatches": microbatches, "stage times": stage_times}
+    missing = [key for key, value in stated.items() if value is None]
+    if pipeline is None or microbatches is None or stage_times is None:
+        hint = "--pipeline 4 --microbatches 8 --stage-times 1,1,1,1.5"
+        raise UNSTATED.refuse(f"{' and '.join(missing)} not stated", ("asked", "schedule = solved"), hint=hint)
+    lengths = parse_times(times or "F=1,I=1,W=1")
+    return solve(
+        parse_stage_times(stage_times),
+        pipeline=pipeline,
+        microbatches=microbatches,
+        shares=(lengths.F, lengths.I, lengths.W),
+        live=live,
+        deferred=deferred,
+        effort=effort,
+    )
+
+
+def draw(study: Study, path: Path) -> Path:
+    """A studied schedule as a picture, PNG, SVG or PDF by the ending of `path`; raises `Refused` (F601)."""
+    from shardsmith.design.reports.schedule_picture import draw_schedule
+
+    return draw_schedule(study, path)
+
+
+def simulate(
+    setup: Setup,
+    *,
+    slow: Mapping[int, float] | None = None,
+    times: str | None = None,
+    target: str | None = None,
+    record: bool = True,
+) -> Simulation:
+    """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
+
+    `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
+    and rank) stands in for the cost model, `target` names the software whose behaviour it prices. Without `record`
+    the timeline is left out. Raises `Refused`; see `shardsmith.design.simulator.simulation`.
+    """
+    from shardsmith.design.simulator.simulation import simulate_plan
+    from shardsmith.schedule.study import parse_times
+
+    lengths = None if times is None else parse_times(times, "--times")
+    return simulate_plan(setup, slow=slow, times=lengths, target=target, record=record)
+
+
+def serve(
+    model: ModelSpec | str,
+    cluster: ClusterSpec | str,
+    *,
+    context: int,
+    concurrency: int,
+    nodes: int | None = None,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    dtype: ServingDtype = "bfloat16",
+    cache_dtype: ServingDtype = "bfloat16",
+    top: int = 5,
+) -> ServingResult:
+    """Inference layouts: data, tensor, pipeline and expert degrees for `concurrency` requests of `context` tokens.
+
+    Counts weights and key/value cache, and says the time to the first token and between tokens by roofline; best
+    first among the layouts that hold the requests and meet the targets. Raises `Refused` (I101 to I103, I201, I202).
+    """
+    from shardsmith.design.serving.demand import Demand
+    from shardsmith.design.serving.search import search_serving
+    from shardsmith.specs.library import cluster_named, model_named
+
+    spec = cluster_named(cluster, nodes) if isinstance(cluster, str) else cluster
+    demand = Demand(
+        model=model_named(model) if isinstance(model, str) else model,
+        cluster=spec if nodes is None else spec.with_nodes(nodes),
+        context=context,
+        concurrency=concurrency,
+        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    return search_serving(demand, top=top)
+
+
 def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:
     """Every measured run of a CSV beside its prediction, with errors, intervals and quality of choice.
 
@@ -185,6 +291,11 @@ DRY_COMPILE = Code(
     code="X205",
     title="dry run of compiled blocks",
     because="a dry run follows each operator, and what a compiler makes of them is decided on real tensors",
+)
+DRY_OVERLAP = Code(
+    code="X207",
+    title="dry run with overlap inside a layer",
+    because="what overlapped collectives hold while they are under way is in no closed form yet",
 )
 DRY_DROPOUT = Code(
     code="X206",
@@ -280,6 +391,9 @@ def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
     if plan.compile:
         message = "a compiled block has no operators to follow"
         faults.append(DRY_COMPILE.fault(message, *setup.said("plan.compile"), hint="compile = false"))
+    if plan.overlap:
+        message = "collectives would run beside computation"
+        faults.append(DRY_OVERLAP.fault(message, *setup.said("plan.overlap"), hint="leave overlap out"))
     if model.dropout or model.attention_dropout:
         said = setup.said("model.dropout", "model.attention_dropout")
         faults.append(

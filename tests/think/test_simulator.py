@@ -74,8 +74,8 @@ def test_buckets_hide_a_reduction_under_the_last_backward() -> None:
 
 def test_streamed_gathers_bound_a_pass_that_is_shorter() -> None:
     order = build("one_f_one_b", pipeline=1, microbatches=1)
-    assert simulate(order, even(1, 1, 1, 1, gather=0.5), gather_each=True).seconds == 3
-    assert simulate(order, even(1, 1, 1, 1, gather=2.0), gather_each=True).seconds == 4
+    assert simulate(order, even(1, 1, 1, 1, gather=0.5), gather="per_pass").seconds == 3
+    assert simulate(order, even(1, 1, 1, 1, gather=2.0), gather="per_pass").seconds == 4
 
 
 def test_a_straggler_sets_the_pace_and_an_uneven_stage_does_too() -> None:

@@ -228,3 +228,23 @@ def test_a_pair_starts_when_both_inputs_are_there_and_ends_as_one() -> None:
                 assert a.stage != b.stage
                 assert found.played.start[a] == found.played.start[b]
                 assert found.played.end[a] == found.played.end[b]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stages_per_rank", "group"), [(2, 2, 2), (2, 2, 4), (3, 2, 4), (4, 3, 8), (4, 2, 16)]
+)
+def test_groups_of_microbatches_trade_memory_for_long_stretches(
+    pipeline: int, stages_per_rank: int, group: int
+) -> None:
+    sizes = {"pipeline": pipeline, "stages_per_rank": stages_per_rank}
+    order = orders.build(f"interleaved:{group}", microbatches=2 * group, **sizes)
+    assert check(order) == []
+    form = orders.load(f"interleaved:{group}").closed_form(microbatches=2 * group, **sizes, F=1, I=1, W=1)
+    assert form is not None
+    assert play(order).step_time == form.step_time * stages_per_rank
+    narrow = peak_live(orders.build("interleaved", microbatches=2 * group, **sizes))
+    more = (stages_per_rank - 1) * (group - pipeline)
+    assert [p.activations for p in peak_live(order)] == [p.activations + more for p in narrow]
+    assert check(orders.build(f"interleaved:{group}", microbatches=group + 1, **sizes)) == []
+    with pytest.raises(Refused, match="S015"):
+        orders.build(f"interleaved:{pipeline - 1}", microbatches=4, **sizes)

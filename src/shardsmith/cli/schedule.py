@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import click
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,8 @@ from shardsmith import api
 from shardsmith.cli.common import Answer, verb
 from shardsmith.schedule.closed_form import ClosedForm
 from shardsmith.schedule.grid import GOES_ON, IDLE, Drawing
+from shardsmith.schedule.play import weight_versions
+from shardsmith.schedule.solve import Solved
 from shardsmith.schedule.study import Study
 
 COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow", IDLE: "dim"}
@@ -27,21 +30,70 @@ COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W
     "--stages-per-rank", type=int, help="Stages v that each rank holds; the schedule's own number if left out."
 )
 @click.option("--times", help="Lengths per microbatch and rank: F=1,I=1,W=1 (the default), or F=1,B=2 with B = I + W.")
+@click.option("--stage-times", help="solved: a factor on the lengths for each stage, such as 1,1,1,1.5.")
+@click.option("--live", type=int, help="solved: most microbatches that a rank holds between F and I, per stage.")
+@click.option("--deferred", type=int, help="solved: most microbatches that a rank holds between I and W, per stage.")
+@click.option("--effort", type=float, default=20.0, help="solved: how long to search, in about seconds.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the grid to this file.")
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw it: PNG, SVG or PDF.")
 @verb
 def command(
-    name: str, pipeline: int | None, microbatches: int | None, stages_per_rank: int | None, times: str | None
+    name: str,
+    pipeline: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    times: str | None,
+    stage_times: str | None,
+    live: int | None,
+    deferred: int | None,
+    effort: float,
+    out: Path | None,
+    picture: Path | None,
 ) -> Answer:
     """Show pipeline schedule NAME: grid, bubble, live microbatches, closed form.
 
-    NAME is a schedule (gpipe, one_f_one_b, interleaved) or file:PATH. A file holds a row per rank and a
+    NAME is a schedule (gpipe, one_f_one_b, interleaved, looped_bfs, zb_h1, zb_v, dualpipe_v, pipedream),
+    file:PATH, or solved. A file holds a row per rank and a
     cell per slot: F0 (forward of microbatch 0), B0, I0, W0, F2.0 (stage.microbatch), "." idle, "=" goes
-    on. It is checked, and the first impossible action is named.
+    on. It is checked, and the first impossible action is named. `solved` is made to measure: the shortest
+    order for --stage-times under the caps --live and --deferred, for `--plan schedule=file:PATH` once it is
+    written with --out.
     """
-    study = api.study(name, pipeline=pipeline, microbatches=microbatches, stages_per_rank=stages_per_rank, times=times)
+    solved = None
+    if name == "solved":
+        solved = api.solve(
+            stage_times,
+            pipeline=pipeline,
+            microbatches=microbatches,
+            times=times,
+            live=live,
+            deferred=deferred,
+            effort=effort,
+        )
+        study = solved.study
+    else:
+        study = api.study(
+            name, pipeline=pipeline, microbatches=microbatches, stages_per_rank=stages_per_rank, times=times
+        )
+    if out is not None:
+        out.write_text(f"# {_title(study)}\n{study.drawing().text()}\n", encoding="utf-8")
+    if picture is not None:
+        api.draw(study, picture)
     drawing = study.drawing()
     scale = "not to scale" if drawing.column is None else f"one column = {float(drawing.column):g}"
-    return Answer(
-        data=study.as_json(), show=(_title(study), Folded(drawing), f"({scale})", _numbers(study), _peaks(study))
+    show: tuple[RenderableType, ...] = (_title(study), Folded(drawing), f"({scale})", _numbers(study), _peaks(study))
+    if study.order.asynchronous:
+        show = (*show, _weights(study))
+    if solved is not None:
+        return Answer(data=solved.as_json(), show=(*show, _quality(solved)))
+    return Answer(data=study.as_json(), show=show)
+
+
+def _quality(solved: Solved) -> str:
+    best = "none fits" if solved.named is None else f"{solved.named}, {solved.named_slots}"
+    bound = "no order is shorter" if solved.proven else f"no order is shorter than {solved.bound}"
+    return (
+        f"step of {int(solved.played.step_time)} slots of {float(solved.unit):g}; {bound}; best named schedule: {best}"
     )
 
 
@@ -98,6 +150,22 @@ def _numbers(study: Study) -> Table:
         ("bubble over ideal", "bubble_over_ideal", "idle time over computing time"),
     ):
         table.add_row(label, f"{getattr(study, key):.2%}", _of(form, key, ".2%"), meaning)
+    return table
+
+
+def _weights(study: Study) -> Table:
+    table = Table(
+        title="no flush: weights change after each backward (simulated only)",
+        title_justify="left",
+        title_style="",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+    )
+    for heading in ("rank", "versions of the weights held", "updates that a gradient is late"):
+        table.add_column(heading, justify="right")
+    for rank, versions in enumerate(weight_versions(study.order)):
+        table.add_row(str(rank), str(versions.held), str(versions.delay))
     return table
 
 

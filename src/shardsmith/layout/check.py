@@ -7,8 +7,10 @@ from typing import Any
 
 from shardsmith.errors import Code, Fault, Refused
 from shardsmith.layout.axes.data import data_faults
+from shardsmith.layout.axes.expert import expert_faults
 from shardsmith.layout.axes.tensor import model_degrees, tensor_faults
 from shardsmith.layout.capability import capability_faults
+from shardsmith.layout.overlap import overlap_faults
 from shardsmith.layout.shards import StageStates, stage_states
 from shardsmith.plan.batch import TOO_SMALL, batch_faults, batching
 from shardsmith.plan.setup import Setup
@@ -87,7 +89,7 @@ def examine(setup: Setup, *, running: bool = False) -> Checked:
     small = size_faults(setup)
     if small:  # nothing below can be computed from a degree of zero
         return Checked(setup=setup, faults=(*small, *able), memory=())
-    faults = [*order_faults(setup), *tensor_faults(setup), *data_faults(setup)]
+    faults = [*order_faults(setup), *axis_faults(setup), *overlap_faults(setup)]
     batch = batch_faults(setup.plan, setup.workload, setup.origin)
     schedule = schedule_faults(setup, 1 if batch else batching(setup.plan, setup.workload).microbatches)
     faults += [*batch, *schedule]
@@ -98,6 +100,11 @@ def examine(setup: Setup, *, running: bool = False) -> Checked:
     memory = stage_states(setup) if sound else ()
     faults += [*world_faults(setup), *context_faults(setup), *memory_faults(setup, memory)]
     return Checked(setup=setup, faults=(*faults, *able), memory=memory)
+
+
+def axis_faults(setup: Setup) -> list[Fault]:
+    """What the degrees of the axes forbid, whatever the batch, the schedule and the cluster."""
+    return [*tensor_faults(setup), *data_faults(setup), *expert_faults(setup)]
 
 
 def size_faults(setup: Setup) -> list[Fault]:

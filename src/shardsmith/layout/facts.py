@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-CommAxis = Literal["tensor", "pipeline", "data"]
-CommKind = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "receive"]
+CommAxis = Literal["tensor", "pipeline", "data", "expert"]
+CommKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class Shard:
     `partial_over_tensor` says that each tensor rank computes only its part of this gradient's sum, so
     that the sum over the tensor axis is still to be taken. `copy` counts the tensor ranks that hold this same
     part of a tensor that is cut (None: no other does); their gradients are to be summed too.
+    `expert` says that the expert mesh cuts it: then its replicas, and the ranks over which ZeRO shards it, are
+    those of that mesh. `zero_dim` is the dim whose rows ZeRO shards.
     """
 
     offsets: tuple[int, ...]
@@ -25,6 +27,8 @@ class Shard:
     tensor_dim: int | None = None
     partial_over_tensor: bool = False
     copy: int | None = None
+    expert: bool = False
+    zero_dim: int = 0
 
     @property
     def numel(self) -> int:
@@ -45,7 +49,9 @@ class CollectiveCount:
     """`count` calls of one kind on one axis for one purpose, in one training step of one rank.
 
     `bytes` is their payload summed over all calls: the full tensor for an all-reduce, the output of an
-    all-gather, the input of a reduce-scatter, the message of a send or receive.
+    all-gather, the input of a reduce-scatter, the message of a send or receive. An all-to-all carries tokens
+    between the ranks that own them and those that work on them; its payload is the buffer on the owner's side,
+    which does not depend on where they go.
     """
 
     axis: CommAxis
@@ -59,7 +65,8 @@ def ring_bytes(kind: CommKind, payload: float, ranks: int) -> float:
     """Bytes that each of `ranks` ranks sends when a ring moves `payload` bytes.
 
     2(n-1)/n of the payload for an all-reduce (a reduce-scatter, then an all-gather), (n-1)/n for either
-    half (Patarasuk and Yuan 2009); a message itself for a send, nothing for a receive.
+    half (Patarasuk and Yuan 2009) and for an all-to-all whose parts are equal; a message itself for a send,
+    nothing for a receive.
     """
     if kind == "send":
         return payload

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardsmith.layout.axes.data import States, data_rows, shard_index, shard_ranks, states
+from shardsmith.layout.axes.data import Spread, States, data_rows, dense_spread, states
+from shardsmith.layout.axes.expert import expert_shard, expert_shards, is_routed
 from shardsmith.layout.axes.pipeline import has_tied_copies
 from shardsmith.layout.axes.tensor import KEY_VALUE, kv_copies, tensor_shard
 from shardsmith.layout.facts import Shard as Shard
-from shardsmith.plan.mesh import Coord, mesh_of
+from shardsmith.plan.mesh import Coord, expert_coord, expert_sizes, mesh_of
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage, stages
@@ -39,6 +40,8 @@ class StageStates:
 
 def shard(weight: Weight, plan: Plan, model: ModelSpec, coord: Coord) -> Shard:
     """The part of the full tensor `weight` of `model` that the rank at `coord` holds, if its stage has it."""
+    if is_routed(weight):
+        return expert_shard(weight, plan, coord)
     copies = kv_copies(plan, model)
     if weight.role == "q" or weight.role in KEY_VALUE:
         heads, ranks = (model.heads, plan.tensor) if weight.role == "q" else (model.kv_heads, plan.tensor // copies)
@@ -46,10 +49,28 @@ def shard(weight: Weight, plan: Plan, model: ModelSpec, coord: Coord) -> Shard:
     return tensor_shard(weight, plan.tensor, coord.tensor, plan.sequence_parallel, copies)
 
 
+def spread_of(found: Shard, plan: Plan, coord: Coord) -> Spread:
+    """Over which ranks ZeRO shards `found`, and which replicas hold the same rows: those of the mesh that cuts it."""
+    if not found.expert:
+        return dense_spread(plan, coord)
+    sizes, ranks = expert_sizes(plan), expert_shards(plan)
+    index = expert_coord(plan, coord).shard if plan.zero else 0
+    return Spread(ranks=ranks, index=index, replicas=sizes.replicate * sizes.shard // ranks)
+
+
 def data_shard(found: Shard, plan: Plan, coord: Coord) -> Shard:
-    """The rows of the tensor-local part `found` that the rank at `coord` keeps under ZeRO; at level 0 all of them."""
-    first, rows = data_rows(found.shape[0], shard_ranks(plan), shard_index(plan, coord))
-    return replace(found, offsets=(found.offsets[0] + first, *found.offsets[1:]), shape=(rows, *found.shape[1:]))
+    """The rows of the local part `found` that the rank at `coord` keeps under ZeRO; at level 0 all of them."""
+    spread, dim = spread_of(found, plan, coord), found.zero_dim
+    first, rows = data_rows(found.shape[dim], spread.ranks, spread.index)
+    offsets, shape = list(found.offsets), list(found.shape)
+    offsets[dim], shape[dim] = offsets[dim] + first, rows
+    return replace(found, offsets=tuple(offsets), shape=tuple(shape))
+
+
+def rows_first(found: Shard) -> tuple[int, ...]:
+    """The shape of `found` with the dim that ZeRO cuts in front, as its rows are stored and travel."""
+    rest = [size for dim, size in enumerate(found.shape) if dim != found.zero_dim]
+    return (found.shape[found.zero_dim], *rest)
 
 
 def stage_weights(setup: Setup, stage: Stage) -> tuple[Weight, ...]:

@@ -96,6 +96,59 @@ def data_index(coord: Coord, sizes: Coord) -> int:
     return coord.replicate * sizes.shard + coord.shard
 
 
+class ExpertCoord(NamedTuple):
+    """Position of a rank on the expert mesh: which `replicate`, which replica in it, which experts, which part of them.
+
+    `shard` counts the ranks inside one of the plan's replicas that hold the same part of the same experts.
+    """
+
+    replicate: int
+    shard: int
+    expert: int
+    tensor: int
+
+
+def expert_sizes(plan: Plan) -> ExpertCoord:
+    """Degrees of the expert mesh, a second cut of the same ranks.
+
+    replicate x shard x expert x tensor = data x context x tensor; its `shard` is what is left of
+    data.shard x context x tensor when `expert` and `expert_tensor` are taken out of it.
+    """
+    plane = plan.shard * plan.context * plan.tensor
+    inner = plan.expert * plan.expert_tensor
+    assert plane % inner == 0, f"expert x expert_tensor = {inner} does not divide {plane} ranks"
+    return ExpertCoord(replicate=plan.replicate, shard=plane // inner, expert=plan.expert, tensor=plan.expert_tensor)
+
+
+def expert_coord(plan: Plan, coord: Coord) -> ExpertCoord:
+    """Where the rank at `coord` of the dense mesh stands on the expert mesh.
+
+    The ranks of one replica are numbered as the plan's order nests their axes, neighbours first; of these numbers
+    expert_tensor takes the fastest digit, expert the next, and replicas of the same experts the slowest.
+    """
+    mesh, sizes = mesh_of(plan), expert_sizes(plan)
+    number, stride = 0, 1
+    for axis in mesh.order:
+        if axis in ("shard", "context", "tensor"):
+            number += getattr(coord, axis) * stride
+            stride *= getattr(mesh.sizes, axis)
+    number, tensor = divmod(number, sizes.tensor)
+    shard, expert = divmod(number, sizes.expert)
+    return ExpertCoord(replicate=coord.replicate, shard=shard, expert=expert, tensor=tensor)
+
+
+def expert_groups(plan: Plan, *axes: str) -> tuple[tuple[int, ...], ...]:
+    """All groups of ranks that differ along `axes` of the expert mesh only, each sorted by those coordinates."""
+    mesh = mesh_of(plan)
+    found: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+    for rank in range(mesh.world):
+        coord = mesh.coord(rank)
+        place = expert_coord(plan, coord)
+        fixed = tuple(value for axis, value in zip(ExpertCoord._fields, place, strict=True) if axis not in axes)
+        found.setdefault((coord.pipeline, *fixed), []).append((tuple(getattr(place, a) for a in axes), rank))
+    return tuple(tuple(rank for _, rank in sorted(members)) for members in found.values())
+
+
 def positions(plan: Plan) -> tuple[int, ...]:
     """One global rank of every position of the pipeline: coordinate 0 on all other axes."""
     mesh = mesh_of(plan)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heapreplace
+from math import ceil
 
 from shardsmith.errors import Code, Fault
 from shardsmith.plan.plan import Plan
@@ -113,15 +116,20 @@ def weighed_layers(model: ModelSpec, stages: int, seq_len: int) -> tuple[int, ..
     Layers cost the same, so giving each next layer to the stage that is cheapest so far is optimal. Ties
     go to the earlier stage.
     """
-    layer, costs = layer_cost(model, seq_len), list(stage_costs(model, (0,) * stages, seq_len))
-    counts = [0] * stages
-    for _ in range(model.layers):
-        cheapest = min(range(stages), key=lambda stage: (costs[stage], stage))
+    layer, costs = layer_cost(model, seq_len), stage_costs(model, (0,) * stages, seq_len)
+    # Up to a level that the total cannot fall short of, every stage is filled before any goes beyond it.
+    level = (sum(costs) + model.layers * layer) / stages - layer
+    counts = [max(0, ceil((level - cost) / layer)) for cost in costs]
+    queue = [(cost + count * layer, stage) for stage, (cost, count) in enumerate(zip(costs, counts, strict=True))]
+    heapify(queue)
+    for _ in range(model.layers - sum(counts)):
+        cost, cheapest = queue[0]
         counts[cheapest] += 1
-        costs[cheapest] += layer
+        heapreplace(queue, (cost + layer, cheapest))
     return tuple(counts)
 
 
+@cache
 def layer_cost(model: ModelSpec, seq_len: int) -> float:
     """FLOPs of one layer per token, forward and backward, with causal attention over `seq_len` keys."""
     items = model_flops(model.with_(layers=1), seq_len=seq_len, tokens=1).items
@@ -136,8 +144,14 @@ def stage_costs(model: ModelSpec, counts: tuple[int, ...], seq_len: int) -> tupl
     layer = layer_cost(model, seq_len)
     costs = [count * layer for count in counts]
     costs[0] += EMBEDDING_FLOPS * model.hidden
-    costs[-1] += model_flops(model, seq_len=seq_len, tokens=1).items["head"]
+    costs[-1] += head_cost(model, seq_len)
     return tuple(costs)
+
+
+@cache
+def head_cost(model: ModelSpec, seq_len: int) -> float:
+    """FLOPs of the head per token, forward and backward."""
+    return float(model_flops(model, seq_len=seq_len, tokens=1).items["head"])
 
 
 def settled(setup: Setup) -> Setup:

@@ -43,7 +43,8 @@ class Order:
 
     `ranks[p]` is the list of pipeline rank p; `placement[s]` is the pipeline rank that owns stage s.
     `pairs` holds every F that runs together with the B behind it as one piece of work (an FB): both start
-    when the inputs of both are there, and both end together.
+    when the inputs of both are there, and both end together. An `asynchronous` order has no flush: a stage updates
+    its weights after each backward, and its microbatches are a window of a run that goes on.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Order:
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
     pairs: frozenset[Action] = frozenset()
+    asynchronous: bool = False
 
     @property
     def pipeline(self) -> int:

@@ -45,6 +45,19 @@ FEW_MICROBATCHES = Code(
     because="a schedule that pairs forwards with backwards has to be filled from both ends before it can begin",
 )
 
+ASYNCHRONOUS = Code(
+    code="S009",
+    title="a schedule without a flush cannot be trained",
+    because="stages update while microbatches are in flight, so gradients come from older weights than those they "
+    "change: the run would not compute what one device computes; such schedules are only simulated",
+)
+
+SMALL_GROUP = Code(
+    code="S015",
+    title="groups of fewer microbatches than ranks",
+    because="while a group goes round the loop of stages, every rank needs one of its microbatches to work on",
+)
+
 WRONG_RANK = Code(
     code="S010",
     title="action on a rank that does not hold its stage",

@@ -13,7 +13,7 @@ from shardsmith.schedule.grid import Drawing, draw, whole
 from shardsmith.schedule.grid_file import GridFile
 from shardsmith.schedule.ir import Kind, Order
 from shardsmith.schedule.orders import load
-from shardsmith.schedule.play import Live, Played, peak_live, play
+from shardsmith.schedule.play import Live, Played, peak_live, play, weight_versions
 from shardsmith.schedule.rules import TIMES, TOO_MANY, UNSTATED
 
 T = TypeVar("T")
@@ -115,6 +115,8 @@ class Study:
             "bubble_of_step": self.bubble_of_step,
             "bubble_over_ideal": self.bubble_over_ideal,
             "peak_live": [list(peak) for peak in self.peak_live],
+            "asynchronous": self.order.asynchronous,
+            "weight_versions": [list(versions) for versions in weight_versions(self.order)],
             "grid": drawing.text(),
             "column_time": None if drawing.column is None else float(drawing.column),
             "closed_form": self.closed_form and self.closed_form.as_json(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -27,6 +28,7 @@ Role = Literal[
     "up",
     "down",
     "router",
+    "shared_gate",
     "expert_gate",
     "expert_up",
     "expert_down",
@@ -96,6 +98,11 @@ class Experts:
     aux_loss: float = 0.01
     z_loss: float = 0.0
     bias_rate: float = 0.001
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """Whether an auxiliary loss is added; beside biases it is the loss of each sequence of DeepSeek-V3."""
+        return self.balance != "none" and self.aux_loss > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +203,7 @@ class Weight:
         return count
 
 
+@lru_cache(maxsize=32)
 def weights(spec: ModelSpec) -> tuple[Weight, ...]:
     """All tensors of `spec` in the order of the forward pass; a tied head is not listed a second time."""
     out = [_matrix("embedding", "embedding", (spec.vocab, spec.hidden), spec)]
@@ -304,7 +312,7 @@ def _experts(at: str, spec: ModelSpec, layer: int) -> list[Weight]:
     if experts.shared_ffn:
         out += _mlp(at + "shared.", experts.shared_ffn, spec, layer)
     if experts.shared_gate:
-        out += _linear(at + "shared_gate", "router", 1, spec.hidden, False, spec, layer)
+        out += _linear(at + "shared_gate", "shared_gate", 1, spec.hidden, False, spec, layer)
     return out
 
 

@@ -22,7 +22,11 @@ class Batch:
 
     Flags are 0 or 1 (shares in between where a layer-wise mix is meant). Degrees, sizes and byte counts are
     plain numbers; rates are FLOP/s and bytes/s, latencies seconds. `*_stride` is the distance, in global
-    ranks, between neighbours along an axis: it decides which links a group crosses.
+    ranks, between neighbours along an axis: it decides which links a group crosses. `projection` is the size of
+    the attention projections over those of plain heads, `window` the keys that a query sees at most, `halves` the
+    parts in which a microbatch goes through a layer, `schedule` an index into `schedules.SCHEDULES`; `fullest` counts
+    the layers of the fullest pipeline rank, `last` those beside the head. A field that is the same for every case may
+    have one entry; those of the layout have all.
     """
 
     # model
@@ -31,6 +35,8 @@ class Batch:
     heads: Array
     kv_heads: Array
     head_dim: Array
+    projection: Array
+    window: Array
     ffn: Array
     gated: Array
     vocab: Array
@@ -38,11 +44,13 @@ class Batch:
     experts: Array
     top_k: Array
     expert_ffn: Array
+    shared_ffn: Array
     moe_layers: Array
     # workload
     seq_len: Array
     microbatch: Array
     microbatches: Array
+    halves: Array
     fp8: Array
     # device
     peak16: Array
@@ -60,13 +68,19 @@ class Batch:
     # layout
     tensor: Array
     context: Array
+    ulysses: Array
     pipeline: Array
     stages_per_rank: Array
+    schedule: Array
+    fullest: Array
+    last: Array
     data: Array
     shard: Array
     expert: Array
+    expert_tensor: Array
     sequence_parallel: Array
     zero: Array
+    per_step: Array
     tensor_stride: Array
     context_stride: Array
     data_stride: Array
@@ -98,14 +112,15 @@ class Batch:
     overlap_pipeline: Array
     overlap_expert: Array
     scatter_gather: Array
-    padded_stages: Array
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return len(self.microbatch)
 
     def select(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Self:
         """The cases that `which` (a mask or indices) names, in its order."""
-        return type(self)(**{f.name: getattr(self, f.name)[..., which] for f in fields(self)})
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        shared = {name for name, column in columns.items() if column.shape[-1] == 1 < len(self)}
+        return type(self)(**{n: column if n in shared else column[..., which] for n, column in columns.items()})
 
     @property
     def world(self) -> Array:
@@ -114,5 +129,10 @@ class Batch:
 
     @property
     def tokens(self) -> Array:
-        """Tokens of one microbatch on one rank (sequence parallelism not counted)."""
-        return self.microbatch * self.seq_len / self.context
+        """Tokens that go through a layer at once on one rank (sequence parallelism not counted)."""
+        return self.rows * self.seq_len / self.context
+
+    @property
+    def rows(self) -> Array:
+        """Sequences that go through a layer at once: a microbatch, or its half."""
+        return self.microbatch / self.halves

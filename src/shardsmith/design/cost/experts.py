@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardsmith.design.cost.batch import Array, Batch
-from shardsmith.design.cost.collectives import one_way
+from shardsmith.design.cost.collectives import Group, one_way
 from shardsmith.design.cost.kernels import Constants, gemm, memory_rate, product_rate
 
 PERMUTE_FORWARD, PERMUTE_BACKWARD = 16.0, 20.0
@@ -33,7 +33,8 @@ def expert_weights(b: Batch) -> Array:
 def experts(b: Batch, c: Constants) -> Experts:
     """Balanced routing: every rank works on its share of tokens x top_k, on experts / expert-degree experts.
 
-    Experts are cut over tensor ranks as dense layers are; `exchange` is one dispatch or one combine.
+    Each of the `expert_tensor` ranks of an expert sees the tokens of all of them and has its part of the width;
+    `exchange` is one dispatch or one combine.
     """
     if not b.moe_layers.any():
         none = np.zeros(len(b))
@@ -44,16 +45,16 @@ def experts(b: Batch, c: Constants) -> Experts:
             elementwise_backward=none,
             exchange=none,
         )
-    routed = b.tokens * b.top_k
+    routed = b.tokens * b.top_k * b.expert_tensor / b.tensor
     local = np.maximum(b.experts / b.expert, 1e-9)
-    each, part = np.maximum(routed / local, 1.0), np.maximum(b.expert_ffn / b.tensor, 1.0)
+    each, part = np.maximum(routed / local, 1.0), np.maximum(b.expert_ffn / b.expert_tensor, 1.0)
     rate, width = product_rate(b, c)
     up = part * (1.0 + b.gated)
     forward, backward = np.zeros(len(b)), np.zeros(len(b))
     for n, k in ((up, b.hidden), (b.hidden, part)):
         forward += gemm(b, c, each, n, k, rate, width, local)
         backward += gemm(b, c, each, k, n, rate, width, local) + gemm(b, c, n, k, each, rate, width, local)
-    moved = routed * b.hidden * (1.0 + 1.0 / b.tensor) / 2.0
+    moved = routed * b.hidden * (1.0 + 1.0 / b.expert_tensor) / 2.0
     active = c["elementwise"] * routed * part / memory_rate(b, c)
     here = b.experts > 0
     return Experts(
@@ -68,17 +69,17 @@ def experts(b: Batch, c: Constants) -> Experts:
 
 
 def exchange(b: Batch, c: Constants, routed: Array) -> Array:
-    """Seconds of one all-to-all of routed tokens over the expert group, and their gather over tensor ranks.
+    """Seconds of one all-to-all of routed tokens over the expert group, and their gather over an expert's ranks.
 
     What stays inside the fast domain and what leaves it travel at the same time; the slower one counts.
     """
-    size = routed * b.hidden * 2.0 / b.tensor
-    stride = b.tensor_stride * b.tensor
+    size = routed * b.hidden * 2.0 / b.expert_tensor
+    stride = b.tensor_stride * b.expert_tensor
     inside = np.clip(b.level_size[0] / stride, 1.0, b.expert)
     slowest = (inside - 1.0) / b.expert * size / (b.level_bandwidth[0] * c["link_share"])
     for level in range(1, len(b.level_size)):
         outside = 1.0 - np.clip(b.level_size[level - 1] / stride, 1.0, b.expert) / b.expert
         slowest = np.maximum(slowest, outside * size / (b.level_bandwidth[level] * c["net_share"]))
     latency = c["latency"] * b.level_latency[0] * np.log2(np.maximum(b.expert, 2.0))
-    gathered = one_way(b, c, b.tensor, b.tensor_stride, routed * b.hidden * 2.0)
+    gathered = one_way(b, c, Group(members=b.expert_tensor, stride=b.tensor_stride), routed * b.hidden * 2.0)
     return np.where(b.expert > 1, slowest + latency, 0.0) + gathered

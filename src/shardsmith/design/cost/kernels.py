@@ -93,7 +93,12 @@ def layer(b: Batch, c: Constants) -> Layer:
     rate, width = product_rate(b, c)
     qkv = (b.heads + 2.0 * b.kv_heads) * b.head_dim / t
     out, up = b.heads * b.head_dim / t, b.ffn * (1.0 + b.gated) / t
-    shapes = ((qkv, b.hidden, 1.0), (b.hidden, out, 1.0), (up, b.hidden, dense), (b.hidden, b.ffn / t, dense))
+    p, shared = b.projection, b.shared_ffn / t
+    shapes = [(qkv, b.hidden, p), (b.hidden, out, p), (up, b.hidden, dense), (b.hidden, b.ffn / t, dense)]
+    if b.shared_ffn.any():
+        sparse = np.where(b.shared_ffn > 0, 1.0 - dense, 0.0)
+        shared = np.maximum(shared, 1.0)
+        shapes += [(shared * (1.0 + b.gated), b.hidden, sparse), (b.hidden, shared, sparse)]
     forward, backward = np.zeros(len(b)), np.zeros(len(b))
     for n, k, share in shapes:
         forward += share * gemm(b, c, tokens, n, k, rate, width)
@@ -120,16 +125,20 @@ def accumulation(b: Batch, c: Constants, weights: Array) -> Array:
 def layer_weights(b: Batch) -> Array:
     """Parameters of the mean layer without routed experts, all tensor ranks together."""
     dense = 1.0 - b.moe_layers / b.layers
-    return b.hidden * ((2.0 * b.heads + 2.0 * b.kv_heads) * b.head_dim + dense * b.ffn * (2.0 + b.gated))
+    attention = b.projection * (2.0 * b.heads + 2.0 * b.kv_heads) * b.head_dim
+    return b.hidden * (attention + (dense * b.ffn + (1.0 - dense) * b.shared_ffn) * (2.0 + b.gated))
 
 
 def attention(b: Batch, c: Constants) -> tuple[Array, Array]:
     """Seconds of the attention core, forward and backward: fused (the causal half) or unfused (every score)."""
-    scores = b.microbatch * b.seq_len * (b.seq_len / b.context) * b.heads / b.tensor
+    scores = b.rows * b.seq_len * (b.seq_len / b.context) * b.heads / b.tensor
+    seen = b.window * (2.0 * b.seq_len - b.window) / (2.0 * b.seq_len**2)
     flops = 4.0 * scores * b.head_dim
     ramp = b.seq_len / (b.seq_len + ATTENTION_RAMP) * np.minimum(1.0, b.head_dim / 128.0) ** c["attention_head_dim"]
-    fused_forward = 0.5 * flops / (b.peak16 * b.attention_forward * c["attention"] * ramp)
-    fused_backward = 1.25 * flops / (b.peak16 * b.attention_backward * c["attention"] * c["attention_backward"] * ramp)
+    fused_forward = seen * flops / (b.peak16 * b.attention_forward * c["attention"] * ramp)
+    fused_backward = (
+        2.5 * seen * flops / (b.peak16 * b.attention_backward * c["attention"] * c["attention_backward"] * ramp)
+    )
     aligned = np.where(np.mod(b.head_dim, 8.0) > 0, np.minimum(rate16(b, c), b.vector_peak), rate16(b, c))
     memory = memory_rate(b, c)
     forward = flops / aligned + c["score_traffic"] * SCORE_BYTES_FORWARD * scores / memory
@@ -140,7 +149,8 @@ def attention(b: Batch, c: Constants) -> tuple[Array, Array]:
 def elementwise(b: Batch, c: Constants) -> tuple[Array, Array]:
     """Seconds of norms, residuals, activation, rotary and layout copies, from declared bytes an element."""
     wide = b.tokens * b.hidden / np.where(b.sequence_parallel > 0, b.tensor, 1.0)
-    ffn = b.tokens * b.ffn / b.tensor * (1.0 - b.moe_layers / b.layers)
+    sparse = b.moe_layers / b.layers
+    ffn = b.tokens / b.tensor * (b.ffn * (1.0 - sparse) + b.shared_ffn * sparse)
     qkv = b.tokens * (b.heads + 2.0 * b.kv_heads) * b.head_dim / b.tensor
     out = b.tokens * b.heads * b.head_dim / b.tensor
     scale, memory = c["elementwise"] / memory_rate(b, c), memory_rate(b, c)

@@ -52,8 +52,8 @@ def memory(b: Batch, s: StateBytes, *, last: bool) -> Memory:
     matrix = b.vocab * b.hidden / b.tensor
     ends = np.where(b.pipeline > 1, 1.0, 2.0 - b.tied)
     dense = layers * layer_weights(b) / b.tensor + matrix * ends
-    routed = layers * (b.moe_layers / b.layers) * expert_weights(b) / b.expert / b.tensor
-    copies = np.maximum(b.shard / b.expert, 1.0)
+    routed = layers * (b.moe_layers / b.layers) * expert_weights(b) / b.expert / b.expert_tensor
+    copies = np.maximum(b.shard * b.tensor / (b.expert * b.expert_tensor), 1.0)
     whole, sharded = dense + routed, dense / b.shard + routed / copies
     gathered = np.where(b.zero > 2, s.gathered_layers * layer_weights(b) * s.weights + 2.0 * matrix * s.weights, 0.0)
     kept, full = kept_per_layer(b)
@@ -84,7 +84,7 @@ def kept_per_layer(b: Batch) -> tuple[Array, Array]:
     wide = b.tokens * b.hidden * 2.0 / split
     products = (b.heads + 2.0 * b.kv_heads + b.heads) * b.head_dim + b.ffn * (2.0 + b.gated)
     inner = 2.0 * b.tokens * products / b.tensor
-    scores = 5.0 * b.microbatch * b.seq_len * (b.seq_len / b.context) * b.heads / b.tensor
+    scores = 5.0 * b.rows * b.seq_len * (b.seq_len / b.context) * b.heads / b.tensor
     scores = np.where((b.flash > 0) | (b.recompute_attention > 0), 0.0, scores)
     full = 4.0 * wide + inner + scores
     operators = 2.0 * wide + 0.5 * inner + 2.0 * b.tokens * b.heads * b.head_dim / b.tensor

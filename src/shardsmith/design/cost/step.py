@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array, Batch
-from shardsmith.design.cost.collectives import all_reduce, exposed, one_way, reach
+from shardsmith.design.cost.collectives import Group, all_reduce, exposed, one_way, reach
 from shardsmith.design.cost.experts import expert_weights, experts
 from shardsmith.design.cost.kernels import (
     Constants,
@@ -20,7 +21,8 @@ from shardsmith.design.cost.kernels import (
     memory_rate,
     smooth_max,
 )
-from shardsmith.design.cost.pipeline import hop, stage_layers
+from shardsmith.design.cost.pipeline import hop
+from shardsmith.design.cost.schedules import bubble
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,43 +40,114 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Seconds of one layer and microbatch on one rank, with what communication is left exposed."""
+    """Seconds on one rank for one microbatch: a layer forward and backward, of that its weight gradients; the ends.
+
+    Communication that is not hidden inside a layer is in it; gathers of sharded weights are not.
+    """
 
     forward: Array
     backward: Array
+    weight: Array
+    head: Array
+    embedding: Array
+
+    def select(self, which: NDArray[np.intp]) -> Pass:
+        """The cases that `which` names, in its order."""
+        return Pass(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
 
 def step(b: Batch, c: Constants) -> Step:
     """The time of one step of every case. Never negative; no slower on faster links or devices."""
-    kernels = layer(b, c)
-    one = layer_pass(b, c, kernels)
-    whole = one.forward + one.backward
-    ends = head(b, c), embedding(b, c)
-    total = b.layers * whole + ends[0] + ends[1]
-    fullest, last = stage_layers(b)
-    slowest = np.where(b.pipeline > 1, np.maximum(fullest * whole, last * whole + ends[0]), total)
-    mean = total / b.pipeline
-    hops = hop(b, c)
-    bubble = (total - slowest) / b.stages_per_rank
-    passing = (
-        2.0 * b.microbatches * b.stages_per_rank * (1.0 - b.overlap_pipeline) * hops + 2.0 * (b.pipeline - 1.0) * hops
-    )
-    jitter = 1.0 + c["jitter"] * np.log2(np.maximum(b.world / 8.0, 1.0))
-    data = data_exposed(b, c, whole)
-    after = optimizer(b, c)
+    return compose(b, c, one_pass(b, c))
+
+
+def compose(b: Batch, c: Constants, one: Pass) -> Step:
+    """The step that is made of layers as `one` says: stages, bubble, hops, exposed gathers and reductions, update.
+
+    What decides `one` (tensor, context, expert, microbatch, recomputation, overlap inside a layer) varies less
+    than what is decided here, so many plans can share a Pass.
+    """
+    streams = b.per_step == 0
+    gather = np.where((b.zero > 2) & streams, gather_layer(b, c, 2.0), 0.0)
+    reduce = np.where((b.zero == 2) & streams, gather_layer(b, c, b.reduce_bytes), gather)
+    forward = one.forward + exposed(c, gather, b.overlap_shard, one.forward)
+    backward = one.backward + exposed(c, gather + reduce, b.overlap_shard, one.backward)
+    f = flow(b, c, replace(one, forward=forward, backward=backward))
+    wait, data, after = jitter(b, c), data_exposed(b, c, forward + backward), optimizer(b, c)
     return Step(
-        total=(b.microbatches * slowest + bubble + passing + data + after) * jitter,
-        compute=b.microbatches * mean * jitter,
-        bubble=bubble * jitter,
-        imbalance=b.microbatches * (slowest - mean) * jitter,
-        pipeline=passing * jitter,
-        data=data * jitter,
-        optimizer=after * jitter,
+        total=(f.total + data + after) * wait,
+        compute=b.microbatches * f.mean * wait,
+        bubble=f.idle * wait,
+        imbalance=b.microbatches * (f.slowest - f.mean) * wait,
+        pipeline=f.passing * wait,
+        data=data * wait,
+        optimizer=after * wait,
     )
 
 
-def layer_pass(b: Batch, c: Constants, k: Layer) -> Pass:
-    """Forward and backward of one layer with tensor, context and shard communication and the launch floor."""
+def least(b: Batch, c: Constants, one: Pass, reduce: float, param: float) -> Array:
+    """Seconds that no plan with these stages goes below, however it shards states kept in so many bytes."""
+    return (flow(b, c, one).total + c["step_fixed"] + least_data(b, c, reduce, param)) * jitter(b, c)
+
+
+def least_data(b: Batch, c: Constants, reduce: float, param: float) -> Array:
+    """Seconds of data communication and update that every ZeRO level and number of replicas leaves exposed.
+
+    Once a step every gradient is summed and every weight made whole again, over at least the link to the nearest
+    rank that shares them; what streams layer by layer moves that much more often, and at least half of it.
+    """
+    members, weights = b.data * b.context, b.layers / b.pipeline * layer_weights(b) / b.tensor
+    near = np.where(b.context > 1, np.minimum(b.data_stride, b.context_stride), b.data_stride)
+    near = np.where(b.data > 1, near, b.context_stride)
+    bandwidth = reach(b, c, Group(members=np.minimum(members, 2.0), stride=near)).bandwidth
+    for level in range(1, len(b.level_size)):
+        full = np.minimum(members, np.maximum(b.level_size[level - 1] / near, 1.0))
+        bandwidth = np.maximum(bandwidth, b.level_bandwidth[level] * c["net_share"] * np.minimum(full, members))
+    each = min(6.0, reduce + min(reduce, param))
+    shown = np.minimum(1.0 - b.overlap_data, (1.0 - b.overlap_shard) / 2.0)
+    moved = shown * each * weights * (members - 1.0) / members / bandwidth
+    return moved + b.optimizer_bytes * weights / members / memory_rate(b, c)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """Seconds of a step in the pipeline: a microbatch on the `slowest` and the `mean` rank, waits, messages, all."""
+
+    slowest: Array
+    mean: Array
+    idle: Array
+    passing: Array
+    total: Array
+
+
+def flow(b: Batch, c: Constants, one: Pass) -> Flow:
+    """Microbatches through the stages: the slowest rank's work, the bubble, the hops."""
+    whole = one.forward + one.backward
+    total = b.layers * whole + one.head + one.embedding
+    slowest = np.where(b.pipeline > 1, np.maximum(b.fullest * whole, b.last * whole + one.head), total)
+    # The others' work in units of this rank's, so that uneven stages count; equal ones give pipeline - 1.
+    unit = (total - slowest) / np.maximum(b.pipeline - 1.0, 1.0)
+    split = one.forward / whole, (one.backward - one.weight) / whole, one.weight / whole
+    idle = unit * bubble(b.schedule, b.pipeline, b.microbatches, b.stages_per_rank, *split)
+    often = 2.0 * b.microbatches * b.stages_per_rank * (1.0 - b.overlap_pipeline)
+    passing = (often + 2.0 * (b.pipeline - 1.0)) * hop(b, c)
+    return Flow(
+        slowest=slowest,
+        mean=total / b.pipeline,
+        idle=idle,
+        passing=passing,
+        total=b.microbatches * slowest + idle + passing,
+    )
+
+
+def jitter(b: Batch, c: Constants) -> Array:
+    """Factor on a step for waiting on the slowest of many ranks."""
+    return 1.0 + c["jitter"] * np.log2(np.maximum(b.world / 8.0, 1.0))
+
+
+def one_pass(b: Batch, c: Constants) -> Pass:
+    """Forward and backward of one layer with tensor, context and expert communication and the launch floor."""
+    k = layer(b, c)
     tensor = tensor_time(b, c)
     ring_forward, ring_backward = ring_time(b, c, k)
     e, moe = experts(b, c), b.moe_layers / b.layers
@@ -87,36 +160,61 @@ def layer_pass(b: Batch, c: Constants, k: Layer) -> Pass:
         + b.recompute_attention * k.attention_forward
     )
     backward = k.backward + 2.0 * tensor + ring_backward + again
-    accumulate = accumulation(b, c, expert_weights(b) / b.expert)
+    accumulate = accumulation(b, c, expert_weights(b) * b.tensor / (b.expert * b.expert_tensor))
     backward = backward + moe * (e.gemm_backward + e.elementwise_backward + exchanged + accumulate)
+    # Weight gradients are one of the two products of a backward, and take their sum along.
+    weight = k.gemm_backward / 2.0 + k.accumulate + moe * (e.gemm_backward / 2.0 + accumulate)
+    exchanged_heads = heads_time(b, c)
+    forward, backward = forward + exchanged_heads, backward + 2.0 * exchanged_heads
     calls = b.launches + moe * b.expert_launches + np.where(b.tensor > 1, c["collective_launches"], 0.0)
     floor = c["launch"] * calls
     forward = smooth_max(forward, floor)
-    backward = smooth_max(backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))
-    gather = one_way(b, c, b.shard, data_distance(b), 2.0 * layer_weights(b) / b.tensor)
-    gather = np.where(b.zero > 2, gather, 0.0)
+    floored = smooth_max(backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))
     return Pass(
-        forward=forward + exposed(c, gather, b.overlap_shard, forward),
-        backward=backward + exposed(c, 2.0 * gather, b.overlap_shard, backward),
+        forward=b.halves * forward,
+        backward=b.halves * floored,
+        weight=b.halves * weight * floored / backward,
+        head=b.halves * head(b, c),
+        embedding=b.halves * embedding(b, c),
     )
+
+
+def gather_layer(b: Batch, c: Constants, each: Array | float) -> Array:
+    """Seconds to gather (or reduce-scatter) `each` bytes of every weight of a layer over its shard group."""
+    routed = b.moe_layers / b.layers * expert_weights(b) / b.expert / b.expert_tensor
+    dense = one_way(b, c, shard_group(b), each * layer_weights(b) / b.tensor)
+    return dense + one_way(b, c, expert_group(b, b.shard), each * routed) if b.moe_layers.any() else dense
 
 
 def tensor_time(b: Batch, c: Constants) -> Array:
     """Exposed seconds of one all-reduce of a layer's activations (or a gather and a scatter, twice the calls)."""
     size = b.tokens * b.hidden * 2.0
     calls = np.where(b.sequence_parallel > 0, 2.0, 1.0)
-    return all_reduce(b, c, b.tensor, b.tensor_stride, size, calls) * (1.0 - b.overlap_tensor)
+    return all_reduce(b, c, Group(members=b.tensor, stride=b.tensor_stride), size, calls) * (1.0 - b.overlap_tensor)
 
 
 def ring_time(b: Batch, c: Constants, k: Layer) -> tuple[Array, Array]:
-    """Exposed seconds of passing keys and values around the context group, under attention."""
-    part = 2.0 * b.microbatch * b.seq_len / b.context * b.kv_heads * b.head_dim / b.tensor * 2.0
-    around = one_way(b, c, b.context, b.context_stride, part * b.context)
+    """Exposed seconds of passing keys and values around the ring of context ranks, under attention."""
+    part = 2.0 * b.rows * b.seq_len / b.context * b.kv_heads * b.head_dim / b.tensor * 2.0
+    ring = b.context / b.ulysses
+    around = one_way(b, c, Group(members=ring, stride=b.context_stride * b.ulysses), part * b.context)
     keep = c["ring_exposed"]
     return (
         np.maximum(keep * around, around - k.attention_forward),
         np.maximum(2.0 * keep * around, 2.0 * around - k.attention_backward),
     )
+
+
+def heads_time(b: Batch, c: Constants) -> Array:
+    """Exposed seconds of trading a layer's heads for sequence over the ulysses ranks, and back (Jacobs et al. 2023).
+
+    Queries, keys, values and outputs move once each way; of each rank's part all but 1/ulysses leaves it.
+    """
+    width = (2.0 * b.heads + 2.0 * np.maximum(b.kv_heads, b.ulysses * b.tensor)) * b.head_dim / b.tensor
+    group = Group(members=b.ulysses, stride=b.context_stride)
+    r = reach(b, c, group)
+    size = b.tokens * width * 2.0 * (b.ulysses - 1.0) / b.ulysses
+    return np.where(b.ulysses > 1, size / r.bandwidth + 2.0 * r.latency, 0.0)
 
 
 def local_weights(b: Batch) -> Array:
@@ -127,38 +225,67 @@ def local_weights(b: Batch) -> Array:
 
 def local_experts(b: Batch) -> Array:
     """Parameters of routed experts on one rank before any sharding over their replicas."""
-    return b.moe_layers / b.pipeline * expert_weights(b) / b.expert / b.tensor
+    return b.moe_layers / b.pipeline * expert_weights(b) / b.expert / b.expert_tensor
 
 
-def data_distance(b: Batch) -> Array:
-    """Ranks between neighbours of the group that shares gradients (data and context together)."""
-    return np.where(b.context > 1, np.minimum(b.data_stride, b.context_stride), b.data_stride)
+def expert_copies(b: Batch, members: Array) -> Array:
+    """Ranks among `members` data and context ranks (and their tensor ranks) that hold the same experts."""
+    return np.maximum(members * b.tensor / (b.expert * b.expert_tensor), 1.0)
+
+
+def shard_group(b: Batch) -> Group:
+    """Ranks that ZeRO shards over: `shard` counts them, context ranks first."""
+    return Group(
+        members=np.maximum(b.shard / b.context, 1.0),
+        stride=b.data_stride,
+        more=np.minimum(b.shard, b.context),
+        more_stride=b.context_stride,
+    )
+
+
+def gradient_group(b: Batch) -> Group:
+    """Ranks that share gradients: data and context together."""
+    return Group(members=b.data, stride=b.data_stride, more=b.context, more_stride=b.context_stride)
+
+
+def replica_group(b: Batch) -> Group:
+    """Ranks that hold the same shard."""
+    return Group(members=b.data * b.context / b.shard, stride=b.data_stride * np.maximum(b.shard / b.context, 1.0))
+
+
+def expert_group(b: Batch, members: Array) -> Group:
+    """Ranks that hold the same experts, of `members` data and context ranks: the expert mesh re-cuts them."""
+    return Group(members=expert_copies(b, members), stride=b.tensor_stride * b.expert * b.expert_tensor)
 
 
 def data_exposed(b: Batch, c: Constants, whole: Array) -> Array:
     """Exposed seconds of reducing gradients and gathering parameters once a step, and of the tied embedding.
 
     What overlaps hides under the microbatch that completes a rank's gradients; of several stages a rank, each
-    completes in turn, over the last `pipeline` microbatches. Level 3 reduces inside the shard group layer by
-    layer; what is left here are its copies across replicas.
+    completes in turn, over the last `pipeline` microbatches. What is reduced (and gathered) each microbatch
+    leaves only the sum across replicas to the end of the step (and, at level 2, the gather).
     """
-    members, weights, routed = b.data * b.context, local_weights(b), local_experts(b)
-    each = b.reduce_bytes + b.gather_bytes
-    moved = one_way(b, c, members, data_distance(b), weights * each, c["data_calls"])
-    copies = np.maximum(members / b.expert, 1.0)
-    moved += one_way(b, c, copies, data_distance(b) * b.expert, routed * each, c["data_calls"])
-    replicas, piece = members / b.shard, weights / b.shard * b.reduce_bytes
-    across = all_reduce(b, c, replicas, data_distance(b) * b.shard, piece, c["data_calls"])
-    r = reach(b, c, np.where(b.pipeline > 1, 2.0, 1.0), b.pipeline_stride)
+    weights, routed = local_weights(b), local_experts(b)
+    each, sharded = b.reduce_bytes + b.gather_bytes, b.zero > 0
+    calls = c["data_calls"]
+    across = all_reduce(b, c, replica_group(b), weights / b.shard * b.reduce_bytes, calls)
+    inside = one_way(b, c, shard_group(b), weights * each, calls)
+    moved = np.where(sharded, inside + across, one_way(b, c, gradient_group(b), weights * each, calls))
+    if b.moe_layers.any():
+        moved += one_way(b, c, expert_group(b, b.data * b.context), routed * each, calls)
+    streams = b.per_step == 0
+    gathered = one_way(b, c, shard_group(b), weights * b.gather_bytes, calls)
+    left = np.where(streams & (b.zero > 2), across, np.where(streams & (b.zero == 2), across + gathered, moved))
+    r = reach(b, c, Group(members=np.where(b.pipeline > 1, 2.0, 1.0), stride=b.pipeline_stride))
     tied = np.where((b.pipeline > 1) & (b.tied > 0), b.vocab * b.hidden / b.tensor * b.reduce_bytes / r.bandwidth, 0.0)
     last = np.where(b.stages_per_rank > 1, b.pipeline, 1.0)
     room = last * b.layers / b.pipeline * whole
-    return exposed(c, np.where(b.zero > 2, across, moved), b.overlap_data, room) + tied
+    return exposed(c, left, b.overlap_data, room) + tied
 
 
 def optimizer(b: Batch, c: Constants) -> Array:
     """Seconds of the update: traffic of this rank's states, and the fixed work of a step."""
     sharded = b.zero > 0
     held = local_weights(b) / np.where(sharded, b.shard, 1.0)
-    held += local_experts(b) / np.where(sharded, np.maximum(b.shard / b.expert, 1.0), 1.0)
+    held += local_experts(b) / np.where(sharded, expert_copies(b, b.shard), 1.0)
     return b.optimizer_bytes * held / memory_rate(b, c) + c["step_fixed"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardsmith.errors import Code
+from shardsmith.plan.plan import Overlap
 from shardsmith.specs.parse import did_you_mean, parse_table, read_toml
 
 Attention = Literal["unfused", "flash1", "flash2", "cudnn"]
@@ -56,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One framework in one mode of use, with where its figures come from."""
+    """One framework in one mode of use, with where its figures come from; `overlaps` are policies that it offers."""
 
     name: str
     origin: str
@@ -82,6 +83,7 @@ class Target:
     expert_launches: float = 120.0
     overlap_expert: float = 0.0
     recompute_gemm_unstated: float = 0.0
+    overlaps: tuple[Overlap, ...] = ()
     memory: Memory
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_facts
 from shardsmith.design.cost.kernels import GENERATIONS
+from shardsmith.design.cost.pipeline import stage_layers
+from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.targets import Elementwise, Target, target_named
 from shardsmith.errors import Refused
 
@@ -160,6 +162,8 @@ def _model(row: Row) -> dict[str, float]:
         "heads": heads,
         "kv_heads": _number(row, "kv_heads", heads),
         "head_dim": _number(row, "head_dim", hidden / heads),
+        "projection": 1.0,
+        "window": _need(row, "seq_len"),
         "ffn": _number(row, "ffn_hidden", 4.0 * hidden),
         "gated": float(row.get("arch") in ("llama", "moe")),
         "vocab": _number(row, "vocab", 51200.0),
@@ -167,6 +171,7 @@ def _model(row: Row) -> dict[str, float]:
         "experts": experts,
         "top_k": _number(row, "topk", 0.0),
         "expert_ffn": _number(row, "expert_ffn", 0.0),
+        "shared_ffn": 0.0,
         "moe_layers": _need(row, "layers") if experts else 0.0,
     }
 
@@ -221,15 +226,24 @@ def _layout(row: Row, target: Target) -> dict[str, float]:
         virtual = 12.0 if pipeline > 1 and "VP=NA" in row.get("notes", "") else 1.0
     zero, shard = sharding(row.get("zero_stage_or_fsdp", ""), data * context)
     recompute = recomputation(row, target)
+    sizes = np.array([[_need(row, "layers")], [pipeline], [virtual]])
+    fullest, last = stage_layers(sizes[0], sizes[1], sizes[2], target.padded_stages)
     return recompute | {
         "tensor": tensor,
         "context": context,
+        "ulysses": 1.0,
         "pipeline": pipeline,
         "stages_per_rank": virtual,
+        "fullest": float(fullest[0]),
+        "last": float(last[0]),
+        "schedule": float(SCHEDULES.index("interleaved" if virtual > 1 else "one_f_one_b")),
         "data": data,
         "shard": shard,
         "zero": zero,
         "expert": _number(row, "ep", 1.0),
+        "expert_tensor": tensor,
+        "per_step": float(zero == 2.0),
+        "halves": 1.0,
         "sequence_parallel": float(row.get("sp", "").lower() == "true"),
         "microbatch": microbatch,
         "microbatches": max(1.0, each / microbatch),
@@ -297,7 +311,6 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "overlap_shard": t.overlap_shard * shown,
         "overlap_pipeline": t.overlap_pipeline * shown,
         "scatter_gather": float(t.scatter_gather),
-        "padded_stages": float(t.padded_stages),
         "tied": float(t.tied and gpt),
     } | {name: getattr(kernels, name) for name in Elementwise.__dataclass_fields__}
 

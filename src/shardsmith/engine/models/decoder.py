@@ -20,8 +20,9 @@ from shardsmith.engine.models.activation import swiglu
 from shardsmith.engine.models.attention_mask import added, attention_mask
 from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
-from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, leave, linear
-from shardsmith.engine.runtime.noise import Noise
+from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, arrive, leave, linear
+from shardsmith.engine.runtime.noise import Noise, Site
+from shardsmith.engine.runtime.overlapped import Turns
 from shardsmith.engine.runtime.recompute import Cookbook, full, plain
 from shardsmith.engine.runtime.units import OPEN_GATE
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
@@ -38,18 +39,30 @@ GELU: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a block needs beside its input, the same for all blocks of a pass.
+    """What a block needs beside its input.
 
     `rotation`: cosines and sines of the positions where they are rotary. `mask`: what is added to scores so that
-    only those count that should (see `attention_mask`), None for plain causal attention. `noise`: dropout masks,
-    None where nothing is dropped.
-    `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
+    only those count that should (see `attention_mask`), None for plain causal attention. `noise`: dropout masks of
+    the layer, None where nothing is dropped. `cheap` calls a function whose output may be made again in backward
+    (see `runtime/recompute.py`).
     """
 
     rotation: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
     noise: Noise | None = None
     cheap: Callable[..., Tensor] = plain
+    turns: Turns | None = None
+
+    def half(self, at: slice, turns: Turns) -> Surroundings:
+        """The same for the sequences `at` of the microbatch, which take `turns` with the others."""
+        rotation, mask, noise = self.rotation, self.mask, self.noise
+        if rotation is not None and rotation[0].shape[1] > 1:
+            rotation = rotation[0][:, at], rotation[1][:, at]
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask[at]
+        if noise is not None:
+            noise = replace(noise, keys_B=noise.keys_B[at])
+        return replace(self, rotation=rotation, mask=mask, noise=noise, turns=turns)
 
 
 class Table(nn.Module):
@@ -70,10 +83,10 @@ class Table(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; the number of heads follows from the weights held."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
         super().__init__()
         self.head_dim, self.queue, self.seam = spec.head_dim, queue, OPEN
-        self.layer, self.dropout = layer, spec.attention_dropout
+        self.dropout = spec.attention_dropout
         width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q = Projection(width, spec.hidden, bias=spec.attention_bias)
         self.k = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
@@ -84,7 +97,7 @@ class Attention(nn.Module):
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
-        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue)
+        q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue, around.turns)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -99,7 +112,7 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(
                 q_BHSE, k_BHSE, v_BHSE, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped
             )
-        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue)[0]
+        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
 
     def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
         """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
@@ -109,9 +122,7 @@ class Attention(nn.Module):
             mask = added(torch.ones(length, length, dtype=torch.bool, device=q.device).tril(), q.dtype)
         shares = ((q @ k.transpose(2, 3)) * self.head_dim**-0.5 + mask).softmax(-1)
         first = self.seam.group.index * heads if self.seam.group is not None else 0
-        keep = noise.attention(range(first, first + heads), length, self.dropout, self.layer)
-        out: Tensor = (shares * keep.to(device=q.device, dtype=q.dtype)) @ v
-        return out
+        return noise.drop_probabilities(shares, self.dropout, first) @ v
 
 
 class MLP(nn.Module):
@@ -129,35 +140,51 @@ class MLP(nn.Module):
         """[S, B, D] -> [S, B, D]."""
         enter = self.seam.entering
         if self.activation == "swiglu":
-            gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue)
+            gate, up = linear(x_SBD, [self.gate, self.up], enter, self.queue, around.turns)
             inner = around.cheap(swiglu, gate, up)
         else:
-            (up,) = linear(x_SBD, [self.up], enter, self.queue)
+            (up,) = linear(x_SBD, [self.up], enter, self.queue, around.turns)
             inner = around.cheap(GELU[self.activation], up)
-        return linear(inner, [self.down], self.seam.leaving, self.queue)[0]
+        return linear(inner, [self.down], self.seam.leaving, self.queue, around.turns)[0]
 
 
 class Block(nn.Module):
     """One transformer layer, pre-norm, with two residual additions."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
         super().__init__()
-        self.layer, self.dropout = layer, spec.dropout
+        self.dropout = spec.dropout
         self.norm1 = _norm(spec)
-        self.attention = Attention(spec, queue, layer)
+        self.attention = Attention(spec, queue)
         self.norm2 = _norm(spec)
         self.mlp = MLP(spec, queue)
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
+        if "half_microbatches" in self.mlp.seam.overlap and x_SBD.shape[1] % 2 == 0:
+            return self._in_halves(x_SBD, around)
         x_SBD = x_SBD + self._dropped(self.attention(around.cheap(self.norm1, x_SBD), around), around, "attention")
         out: Tensor = x_SBD + self._dropped(self.mlp(around.cheap(self.norm2, x_SBD), around), around, "mlp")
         return out
 
-    def _dropped(self, x_SBD: Tensor, around: Surroundings, site: str) -> Tensor:
+    def _in_halves(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
+        """The same for two halves of the sequences in turn, each computed while what the other made is summed."""
+        turns, middle = Turns(), x_SBD.shape[1] // 2
+        parts = slice(0, middle), slice(middle, None)
+        halves = [(x_SBD[:, at].contiguous(), around.half(at, turns)) for at in parts]
+        left = [self.attention(near.cheap(self.norm1, x), near) for x, near in halves]
+        between = []
+        for (x, near), out in zip(halves, left, strict=True):
+            x = x + self._dropped(arrive(out, self.attention.seam, turns), near, "attention")
+            between.append((x, near, self.mlp(near.cheap(self.norm2, x), near)))
+        return torch.cat(
+            [x + self._dropped(arrive(out, self.mlp.seam, turns), near, "mlp") for x, near, out in between], 1
+        )
+
+    def _dropped(self, x_SBD: Tensor, around: Surroundings, site: Site) -> Tensor:
         if around.noise is None:
             return x_SBD
-        return around.noise.drop(x_SBD, self.dropout, self.layer, site, _first_row(x_SBD, self.mlp.seam))
+        return around.noise.drop(x_SBD, self.dropout, site, _first_row(x_SBD, self.mlp.seam))
 
 
 class Stage(nn.Module):
@@ -170,6 +197,7 @@ class Stage(nn.Module):
         self.embedding_seam = self.head_seam = OPEN
         self.gate = OPEN_GATE
         self.recompute: Recompute = "none"
+        self.compiled = False
         self.loss_chunk: int | None = None
         self._kept_mask: tuple[tuple[int, torch.dtype, torch.device], Tensor | None] | None = None
         if stage.embedding or (stage.head and spec.tied):
@@ -177,7 +205,7 @@ class Stage(nn.Module):
             self.embedding.shared = stage.embedding and stage.head and spec.tied
         if stage.embedding and spec.positions == "learned":
             self.position = Table(spec.context, spec.hidden)
-        self.layers = nn.ModuleDict({str(i): Block(spec, self.queue, i) for i in stage.layers})
+        self.layers = nn.ModuleDict({str(i): Block(spec, self.queue) for i in stage.layers})
         if stage.head:
             self.final_norm = _norm(spec)
             if not spec.tied:
@@ -187,6 +215,12 @@ class Stage(nn.Module):
     def blocks(self) -> list[Block]:
         """The transformer layers of this stage, in order."""
         return [block for block in self.layers.values() if isinstance(block, Block)]
+
+    def compile_blocks(self, backend: str, *, split: bool) -> None:
+        """Compile every block, whole unless weight gradients are put off (`split`), which goes on between its parts."""
+        self.compiled, self.queue.split = True, split
+        for block in self.blocks():
+            block.compile(fullgraph=not split, dynamic=False, backend=backend)
 
     @property
     def head_table(self) -> Table:
@@ -217,8 +251,8 @@ class Stage(nn.Module):
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
         mask = self._mask(len(positions_SB), x, documents_BS) if self.stage.layers else None
-        around = Surroundings(rotation=rotation, mask=mask, noise=noise)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
+            around = Surroundings(rotation=rotation, mask=mask, noise=None if noise is None else noise.of(layer))
             x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
         if self.stage.head:
             x = self.final_norm(self.gate.enter("head", x))
@@ -257,6 +291,9 @@ class Stage(nn.Module):
             return full(block, x_SBD, around)
         if self.recompute == "none":
             return cast(Tensor, block(x_SBD, around))
+        if self.compiled:
+            # A compiler knows a checkpoint: what is cheap lies in small ones, and is made again wherever it is needed.
+            return cast(Tensor, block(x_SBD, replace(around, cheap=full)))
         cookbook = Cookbook()
         with cookbook.open():
             return cast(Tensor, block(x_SBD, replace(around, cheap=cookbook.cheap)))
@@ -269,7 +306,7 @@ class Stage(nn.Module):
                 positions_SB = seam.group.part(positions_SB)
             x = x + F.embedding(positions_SB, self.position.weight)
         if noise is not None:
-            x = noise.drop(x, self.spec.dropout, -1, "embedding", _first_row(x, seam))
+            x = noise.of(-1).drop(x, self.spec.dropout, "embedding", _first_row(x, seam))
         return x
 
 

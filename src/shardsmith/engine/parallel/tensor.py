@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +11,22 @@ from shardsmith.engine.models.decoder import Stage, Table
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.linear import Seam
 from shardsmith.layout.facts import Shard
+from shardsmith.plan.plan import Overlap
 
 
-def attach(stage: Stage, shards: Mapping[str, Shard], group: Group, *, sequence_parallel: bool) -> None:
+def attach(
+    stage: Stage,
+    shards: Mapping[str, Shard],
+    group: Group,
+    *,
+    sequence_parallel: bool,
+    overlap: Collection[Overlap] = (),
+) -> None:
     """Fill the seams of `stage`, whose parameters are already this rank's shards.
 
     Without sequence parallelism blocks enter by `copy` and leave by `reduce`; with it they enter by
-    `gather` and leave by `scatter`, and what lies between is split along the sequence.
+    `gather` and leave by `scatter`, and what lies between is split along the sequence. `overlap` says what the
+    collectives of blocks are hidden behind; those of the head only behind its weight gradient.
     """
     if group.size == 1:
         return
@@ -25,11 +34,12 @@ def attach(stage: Stage, shards: Mapping[str, Shard], group: Group, *, sequence_
         group=group,
         enter="gather" if sequence_parallel else "copy",
         leave="scatter" if sequence_parallel else "reduce",
+        overlap=frozenset(overlap),
     )
     for block in stage.blocks():
         block.attention.seam = block.mlp.seam = seam
     stage.embedding_seam = Seam(group=group, leave=seam.leave, place="embedding")
-    stage.head_seam = Seam(group=group, enter=seam.enter, place="head")
+    stage.head_seam = Seam(group=group, enter=seam.enter, place="head", overlap=seam.overlap & {"weight_gradient"})
     for name, module in stage.named_modules():
         if isinstance(module, Table) and name != "position":
             module.first, module.split = shards[f"{name}.weight"].offsets[0], True

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.whole import whole_model
-from shardsmith.engine.runtime.noise import Noise
+from shardsmith.engine.runtime.noise import noise_of
 from shardsmith.engine.runtime.vocabulary import IGNORED
 from shardsmith.engine.train.optimizer import make_optimizer
 from shardsmith.specs.job import Optimisation
@@ -62,7 +62,7 @@ def _accumulate(module: Stage, batch: list[Microbatch], seed: int, step: int) ->
     tokens = max(1, sum(int((m.labels != IGNORED).sum()) for m in batch))
     total = 0.0
     for m in batch:
-        noise = Noise(seed=seed, step=step, samples=m.samples)
+        noise = noise_of(seed, step, m.samples, m.tokens.device)
         logits_SBV = module(m.tokens.t(), m.positions.t(), m.documents, noise)
         loss = F.cross_entropy(logits_SBV.flatten(0, 1), m.labels.t().flatten(), ignore_index=IGNORED, reduction="sum")
         (loss / tokens).backward()

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardsmith.engine.runtime import traced
+from shardsmith.engine.runtime import overlapped, traced
 from shardsmith.engine.runtime.accumulate import add_product
 from shardsmith.engine.runtime.group import Group
+from shardsmith.engine.runtime.overlapped import Box, Turns, Waiting
+from shardsmith.plan.plan import Overlap
 
 Enter = Literal["none", "copy", "gather"]
 Leave = Literal["none", "reduce", "scatter"]
@@ -32,22 +34,37 @@ class Seam:
     parallel: all-gather; backward: reduce-scatter, and the input is gathered again for the weight gradient).
     leave: `reduce` (all-reduce of the partial output; backward: nothing) or `scatter` (reduce-scatter;
     backward: all-gather). These are f and g of Shoeybi et al. 2019 and Korthikanti et al. 2022. `place` names
-    the part of the model (layer, embedding, head) under which the collectives are counted.
+    the part of the model (layer, embedding, head) under which the collectives are counted. `overlap` says what the
+    collectives may be hidden behind (see `overlapped.py`).
     """
 
     group: Group | None = None
     enter: Enter = "none"
     leave: Leave = "none"
     place: str = "layer"
+    overlap: frozenset[Overlap] = frozenset()
     entering: Seam = field(init=False, repr=False, compare=False)
     """the half before the block"""
     leaving: Seam = field(init=False, repr=False, compare=False)
     """the half behind the block"""
+    inner: Seam = field(init=False, repr=False, compare=False)
+    """neither half: a product that meets nobody"""
 
     def __post_init__(self) -> None:
         # Plain attributes, made once: a compiler can read them, and no call pays for making them.
-        object.__setattr__(self, "entering", self if self.leave == "none" else replace(self, leave="none"))
-        object.__setattr__(self, "leaving", self if self.enter == "none" else replace(self, enter="none"))
+        def part(**without: Any) -> Seam:
+            return (
+                self if all(getattr(self, key) == value for key, value in without.items()) else replace(self, **without)
+            )
+
+        object.__setattr__(self, "entering", part(leave="none"))
+        object.__setattr__(self, "leaving", part(enter="none"))
+        object.__setattr__(self, "inner", part(enter="none", leave="none"))
+
+    @property
+    def chunked(self) -> bool:
+        """Whether products are cut up so that their collectives pass while the next part is computed."""
+        return "chunks" in self.overlap and self.group is not None
 
 
 OPEN = Seam()
@@ -56,8 +73,12 @@ OPEN = Seam()
 
 @dataclass
 class WeightQueue:
-    """Weight gradients put off by a split backward: filled while `deferring`, emptied by the W action."""
+    """Weight gradients put off by a split backward: filled while `deferring`, emptied by the W action.
 
+    `split` says that this will happen, so linears must stay out of compiled graphs, whose backward is one piece.
+    """
+
+    split: bool = False
     deferring: bool = False
     pending: list[Callable[[], None]] = field(default_factory=list)
 
@@ -81,24 +102,60 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
 
-def linear(x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQueue | None = None) -> list[Tensor]:
+def linear(
+    x: Tensor,
+    projections: list[Projection],
+    seam: Seam,
+    queue: WeightQueue | None = None,
+    turns: Turns | None = None,
+) -> list[Tensor]:
     """Outputs of all `projections` of one input `x` [S, B, I], entered and left through `seam`.
 
     One collective serves them all. A row-parallel projection (`leave` set) stands alone, and its bias is
     added once, after the sum over ranks. Weight gradients are added to `.grad` in place by the backward pass
-    itself, which fires the parameters' hooks; a compiled block leaves that to autograd.
+    itself, which fires the parameters' hooks; a compiled block leaves that to autograd. With `turns` collectives
+    are only started, and what leaves must pass through `arrive`.
     """
     if torch.compiler.is_compiling():
-        return _linear_traced(x, projections, seam)
+        put_off = queue is not None and queue.split
+        return _linear_untraced(x, projections, seam, queue) if put_off else _linear_traced(x, projections, seam)
+    return _linear(x, projections, seam, queue, turns)
+
+
+def _linear(
+    x: Tensor, projections: list[Projection], seam: Seam, queue: WeightQueue | None, turns: Turns | None = None
+) -> list[Tensor]:
     weights = [p.weight for p in projections]
     biases = [p.bias for p in projections]
-    holders = projections
     if seam.leave == "none":
-        return list(_Linear.apply(x, seam, queue, holders, len(weights), *weights, *biases))
+        box = None
+        if turns is not None and seam.group is not None:
+            x, box = turns.enter(x)
+        return list(_Linear.apply(x, seam, queue, projections, box, len(weights), *weights, *biases))
     assert len(projections) == 1, "only one projection can leave through a reducing seam"
-    (partial,) = _Linear.apply(x, seam, queue, holders, 1, weights[0], None)
+    if seam.chunked:
+        (out,) = _Linear.apply(x, seam, queue, projections, None, 1, weights[0], None)
+        return [out if biases[0] is None else out + biases[0]]
+    (partial,) = _Linear.apply(x, seam.inner, queue, projections, None, 1, weights[0], None)
+    if turns is not None and seam.group is not None:
+        purposes = (f"{seam.place}_forward", f"{seam.place}_backward")
+        return [turns.leave(partial, biases[0], seam.group, purposes, keep=_KEPT[seam.leave])]
     out = leave(partial, seam)
     return [out if biases[0] is None else out + biases[0]]
+
+
+_KEPT: dict[Leave, overlapped.Keep] = {"reduce": "all", "scatter": "part"}
+
+
+def arrive(x: Tensor, seam: Seam, turns: Turns | None) -> Tensor:
+    """What a block left through `seam`, complete: waits where `turns` have only started it."""
+    if turns is None or seam.group is None:
+        return x
+    return turns.arrive(x, seam.group, f"{seam.place}_backward", keep=_KEPT[seam.leave])
+
+
+_linear_untraced = torch.compiler.disable(_linear, reason="its weight gradients are put off")
+"""`_linear` from within a compiled block, whose graph ends before it and begins anew behind it."""
 
 
 def _linear_traced(x: Tensor, projections: list[Projection], seam: Seam) -> list[Tensor]:
@@ -135,45 +192,117 @@ class _Linear(torch.autograd.Function):
         seam: Seam,
         queue: WeightQueue | None,
         holders: list[Projection],
+        box: Box | None,
         count: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[:count], tensors[count:]
-        ctx.seam, ctx.queue, ctx.holders, ctx.count = seam, queue, holders, count
+        ctx.seam, ctx.queue, ctx.holders, ctx.box, ctx.count = seam, queue, holders, box, count
         ctx.has_bias = [b is not None for b in biases]
         ctx.save_for_backward(x, *weights)
+        if seam.chunked and seam.leave != "none":
+            return (_left_by_chunks(x, weights[0], seam),)  # type: ignore[arg-type]
+        if seam.chunked and seam.enter == "gather":
+            assert seam.group is not None, "chunks pass between ranks"
+            return tuple(overlapped.gathered_products(x, weights, biases, seam.group, f"{seam.place}_forward"))  # type: ignore[arg-type]
         full = entered(x, seam, "forward")
         return tuple(F.linear(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        seam: Seam = ctx.seam
+        grad_x, wait = None, None
+        if seam.leave == "scatter":
+            grad_x, grads = _gathered_input_gradient(grads[0], weights[0], seam)
         rows = [_rows(g) for g in grads]
-        grad_x = _input_gradient(rows, weights, grads[0].shape[:-1], ctx.seam) if ctx.needs_input_grad[0] else None
-        grad_w = _weight_gradients(ctx, x, rows)
+        again = _gathering_again(ctx, x)
+        if ctx.needs_input_grad[0] and grad_x is None:
+            grad_x, wait = _input_gradient(rows, weights, grads[0].shape[:-1], seam, started=_beside_weights(ctx))
+        grad_w = _weight_gradients(ctx, x, rows, again)
+        if ctx.box is not None and wait is not None:
+            ctx.box.wait = wait
+        elif wait is not None:
+            grad_x = wait()
         grad_b = tuple(g.sum(0) if has else None for g, has in zip(rows, ctx.has_bias, strict=True))
-        return (grad_x, None, None, None, None, *grad_w, *grad_b)
+        return (grad_x, None, None, None, None, None, *grad_w, *grad_b)
 
 
-def _input_gradient(rows: list[Tensor], weights: list[Tensor], shape: torch.Size, seam: Seam) -> Tensor:
-    """The gradient [*shape, I] of the input; apart, so that what is not yet reduced is gone when it returns."""
-    flat = torch.matmul(rows[0], weights[0])
-    for g, w in zip(rows[1:], weights[1:], strict=True):
-        flat.addmm_(g, w)
-    return entered_backward(flat.view(*shape, -1), seam)
+FIRST_WEIGHT = 6
+"""Where the weights begin among the inputs of `_Linear`."""
 
 
-def _weight_gradients(ctx: Any, x: Tensor, rows: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _beside_weights(ctx: Any) -> bool:
+    """Whether the sum of the input gradient is only started, and waited for behind the weight gradients."""
+    return ctx.box is not None or "weight_gradient" in ctx.seam.overlap
+
+
+def _gathering_again(ctx: Any, x: Tensor) -> Waiting | None:
+    """Under sequence parallelism: the whole input for the weight gradients, on its way while the other is computed."""
+    seam: Seam = ctx.seam
+    deferring = ctx.queue is not None and ctx.queue.deferring
+    if not _beside_weights(ctx) or deferring or seam.enter != "gather" or seam.group is None:
+        return None
+    return overlapped.start_all_gather(x, seam.group, f"{seam.place}_backward")[1]
+
+
+def _left_by_chunks(x: Tensor, weight: Tensor, seam: Seam) -> Tensor:
+    """The product with a row-parallel matrix, summed over the ranks."""
+    assert seam.group is not None, "chunks pass between ranks"
+    send = overlapped.reduced_product if seam.leave == "reduce" else overlapped.scattered_product
+    return send(lambda part: F.linear(part, weight), x, seam.group, f"{seam.place}_forward")()
+
+
+def _gathered_input_gradient(grad: Tensor, weight: Tensor, seam: Seam) -> tuple[Tensor, tuple[Tensor]]:
+    """Gather the gradient of a scattered output by chunks, each multiplied as it arrives; both, whole."""
+    assert seam.group is not None, "chunks pass between ranks"
+    shape = (seam.group.size, *grad.shape[:-1])
+    whole, grad_x = grad.new_empty(*shape, grad.shape[-1]), grad.new_empty(*shape, weight.shape[1])
+    for part, arrived in overlapped.gathered_chunks(grad, seam.group, f"{seam.place}_backward"):
+        whole[:, part] = arrived
+        grad_x[:, part] = arrived @ weight
+    return grad_x.flatten(0, 1), (whole.flatten(0, 1),)
+
+
+def _input_gradient(
+    rows: list[Tensor], weights: list[Tensor], shape: torch.Size, seam: Seam, *, started: bool
+) -> tuple[Tensor, Waiting | None]:
+    """The gradient of the input, summed over the ranks as the seam says; where only `started`, how to wait for it."""
+
+    def multiply(parts: list[Tensor]) -> Tensor:
+        flat = torch.matmul(parts[0], weights[0])
+        for g, w in zip(parts[1:], weights[1:], strict=True):
+            flat.addmm_(g, w)
+        return flat
+
+    group, purpose = seam.group, f"{seam.place}_backward"
+    if group is None or seam.enter == "none" or not (started or seam.chunked):
+        return entered_backward(multiply(rows).view(*shape, -1), seam), None
+    if seam.chunked:
+        split = [g.shape[1] for g in rows]
+
+        def product(part: Tensor) -> Tensor:
+            pieces = part.flatten(0, -2).split(split, 1)
+            return multiply(list(pieces)).view(*part.shape[:-1], -1)
+
+        send = overlapped.reduced_product if seam.enter == "copy" else overlapped.scattered_product
+        wait = send(product, torch.cat(rows, 1).view(*shape, -1), group, purpose)
+        return wait(), None
+    start = overlapped.start_all_reduce if seam.enter == "copy" else overlapped.start_reduce_scatter
+    return start(multiply(rows).view(*shape, -1), group, purpose)
+
+
+def _weight_gradients(ctx: Any, x: Tensor, rows: list[Tensor], again: Waiting | None) -> tuple[Tensor | None, ...]:
     """Weight gradients for autograd, or None for each where they are added in place, now or by the W action."""
     nothing: tuple[None, ...] = (None,) * ctx.count
-    if not any(ctx.needs_input_grad[5 : 5 + ctx.count]):
+    if not any(ctx.needs_input_grad[FIRST_WEIGHT : FIRST_WEIGHT + ctx.count]):
         return nothing
     deferring = ctx.queue is not None and ctx.queue.deferring
     if any(h.shared for h in ctx.holders) and not deferring:
-        full = _rows(entered(x, ctx.seam, "backward"))
+        full = _rows(entered(x, ctx.seam, "backward") if again is None else again())
         return tuple(g.t().matmul(full) for g in rows)
     # Detached: what waits for its weight gradient would otherwise keep the graph behind it, and the stage's input.
-    compute = _accumulation(x.detach(), rows, [h.weight for h in ctx.holders], ctx.seam)
+    compute = _accumulation(x.detach(), rows, [h.weight for h in ctx.holders], ctx.seam, again)
     if deferring:
         ctx.queue.pending.append(compute)
     else:
@@ -197,12 +326,14 @@ def entered_backward(grad: Tensor, seam: Seam) -> Tensor:
     return seam.group.all_reduce(grad.contiguous(), f"{seam.place}_backward")
 
 
-def _accumulation(x: Tensor, rows: list[Tensor], parameters: list[nn.Parameter], seam: Seam) -> Callable[[], None]:
+def _accumulation(
+    x: Tensor, rows: list[Tensor], parameters: list[nn.Parameter], seam: Seam, again: Waiting | None
+) -> Callable[[], None]:
     """The weight gradients of one linear: needs its input and output gradients, never the weights' values."""
 
     @torch.no_grad()
     def compute() -> None:
-        full = _rows(entered(x, seam, "backward"))
+        full = _rows(entered(x, seam, "backward") if again is None else again())
         for grad, parameter in zip(rows, parameters, strict=True):
             add_product(parameter, grad, full)
 

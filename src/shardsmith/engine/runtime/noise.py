@@ -1,58 +1,78 @@
 """Dropout masks that are a pure function of what they cover, so that every layout draws the same ones.
 
-A mask is named by (seed, step, sample, layer, site) and defined on the full tensor of one sample; a rank draws the
-part that it holds. From this follow all rules of the field at once: replicated activations have equal masks
-on the ranks of a tensor group, shards of the sequence or of the heads have different ones, data ranks differ
-because their samples do, recomputation sees the same mask again, and a resumed run goes on with the masks it would
-have had.
+An element of a mask is a hash of (seed, step, sample, layer, site, row, column), with rows and columns counted in
+the full tensor of one sample; a rank computes the part that it holds. From this follow all rules of the field at
+once: replicated activations have equal masks on the ranks of a tensor group, shards of the sequence or of the heads
+have different ones, data ranks differ because their samples do, recomputation sees the same mask again, and a
+resumed run goes on with the masks it would have had. There is no generator whose state could diverge, and nothing
+but integer arithmetic on tensors, so masks are made on the device that needs them and a compiler can fuse them.
+
+Legend: B sequences of the microbatch, H heads, S rows (sequence), D columns.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-ROWS_PER_BLOCK = 64
-"""Rows of a mask that share a generator: a rank that holds part of a sequence draws only the blocks it touches."""
+Site = Literal["embedding", "attention", "mlp", "probabilities"]
+SITES: dict[Site, int] = {"embedding": 0, "attention": 1, "mlp": 2, "probabilities": 3}
+WORD = 2**32
+LOW = WORD - 1
+STRIDE = 0x9E3779B9
+"""2^32 over the golden ratio: multiples of it lie far apart, so neighbours get unlike inputs of the hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """The masks of one microbatch in one step; `samples` name its sequences in the data."""
+    """The masks of one microbatch in one step, or in one layer of it; `keys_B` name its sequences' masks."""
 
-    seed: int
-    step: int
-    samples: tuple[int, ...]
+    keys_B: Tensor
 
-    def drop(self, x_SBD: Tensor, rate: float, layer: int, site: str, first: int = 0) -> Tensor:
+    def of(self, layer: int) -> Noise:
+        """The masks of one layer; -1 stands for what comes before the first."""
+        return Noise(keys_B=_below(self.keys_B, layer + 1))
+
+    def drop(self, x_SBD: Tensor, rate: float, site: Site, first: int = 0) -> Tensor:
         """`x` [S, B, D] with elements dropped at `rate` and the rest scaled; row 0 is place `first` of the sequence."""
-        if rate == 0.0:
-            return x_SBD
-        rows, width = x_SBD.shape[0], x_SBD.shape[2]
-        keep = torch.stack([self._rows(sample, layer, site, first, rows, width, rate) for sample in self.samples], 1)
-        return x_SBD * keep.to(device=x_SBD.device, dtype=x_SBD.dtype)
+        rows_S1 = torch.arange(first, first + x_SBD.shape[0], device=x_SBD.device)[:, None]
+        return _dropped(x_SBD, _below(_below(self.keys_B, SITES[site]), rows_S1), rate)
 
-    def attention(self, heads: range, length: int, rate: float, layer: int) -> Tensor:
-        """Factors [B, H, S, S] for the attention probabilities of the global query heads `heads`."""
-        return torch.stack(
-            [
-                torch.stack([self._rows(sample, layer, f"head {h}", 0, length, length, rate) for h in heads])
-                for sample in self.samples
-            ]
-        )
+    def drop_probabilities(self, shares_BHSS: Tensor, rate: float, first_head: int = 0) -> Tensor:
+        """Attention probabilities [B, H, S, S] dropped like that; `first_head` is the global index of head 0."""
+        heads, rows = shares_BHSS.shape[1:3]
+        heads_H = torch.arange(first_head, first_head + heads, device=shares_BHSS.device)
+        rows_S = torch.arange(rows, device=shares_BHSS.device)
+        keys_BH = _below(_below(self.keys_B, SITES["probabilities"])[:, None], heads_H)
+        return _dropped(shares_BHSS, _below(keys_BH[..., None], rows_S), rate)
 
-    def _rows(self, sample: int, layer: int, site: str, first: int, rows: int, width: int, rate: float) -> Tensor:
-        """Factors [rows, width] of rows [first, first + rows) of one sample: 0, or 1 / (1 - rate)."""
-        blocks = range(first // ROWS_PER_BLOCK, -(-(first + rows) // ROWS_PER_BLOCK))
-        drawn = torch.cat([self._block(sample, layer, site, b, width, 1.0 - rate) for b in blocks])
-        start = first - blocks.start * ROWS_PER_BLOCK
-        return drawn[start : start + rows] / (1.0 - rate)
 
-    def _block(self, sample: int, layer: int, site: str, block: int, width: int, kept: float) -> Tensor:
-        name = f"{self.seed}/{self.step}/{sample}/{layer}/{site}/{block}"
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.empty(ROWS_PER_BLOCK, width).bernoulli_(kept, generator=generator)
+def noise_of(seed: int, step: int, samples: Sequence[int], device: torch.device) -> Noise:
+    """The masks of a microbatch whose sequences are `samples` of the data, in one step of a run."""
+    names = (f"{seed}/{step}/{sample}" for sample in samples)
+    keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") for name in names]
+    return Noise(keys_B=torch.tensor(keys, dtype=torch.int64, device=device))
+
+
+def _dropped(x: Tensor, keys: Tensor, rate: float) -> Tensor:
+    """`x` [..., D], each of whose rows has a key."""
+    if rate == 0.0:
+        return x
+    columns_D = torch.arange(x.shape[-1], device=x.device)
+    kept = _below(keys[..., None], columns_D) >= round(rate * WORD)
+    return torch.where(kept, x / (1.0 - rate), 0.0)
+
+
+def _below(keys: Tensor, number: Tensor | int) -> Tensor:
+    """New keys, one for each `number` under each of `keys`; all are 32-bit words held in int64."""
+    mixed = keys ^ ((number + 1) * STRIDE & LOW)
+    # Two rounds of xor-shift and multiplication, in which every bit of the input reaches every bit of the output.
+    # The factor has 27 bits, so that no product leaves int64: overflow would be undefined in compiled code.
+    for _ in range(2):
+        mixed = (mixed ^ mixed >> 16) * 0x45D9F3B & LOW
+    return mixed ^ mixed >> 16

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.parallel.data import DataParallel
-from shardsmith.engine.runtime.noise import Noise
+from shardsmith.engine.runtime.noise import Noise, noise_of
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.schedule.ir import Action, Kind
 
@@ -111,7 +111,7 @@ class StageWork:
         return None if stage.stage.head else left.detach()
 
     def _noise(self, batch: Microbatch) -> Noise | None:
-        return Noise(seed=self.seed, step=self.step, samples=batch.samples) if self.training else None
+        return noise_of(self.seed, self.step, batch.samples, batch.tokens.device) if self.training else None
 
     def _backward(self, action: Action, incoming: Tensor | None) -> Tensor | None:
         entered, left = self._live.pop((action.stage, action.microbatch))

@@ -208,11 +208,10 @@ class Trainer:
         # At level 3 no rank ever holds more of the model than its rows and what is gathered around its use.
         kept = {n: data_shard(s, plan, self.coord) for n, s in shards.items()} if plan.zero == 3 else None
         self._drawn |= materialise(module, weights, shards, seed=seed, dtype=self.dtype, device=self.device, kept=kept)
-        tensor_axis.attach(module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel)
+        tensor_axis.attach(
+            module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap
+        )
         module.recompute, module.loss_chunk = plan.recompute, plan.loss_chunk
-        if plan.compile:
-            for block in module.blocks():
-                block.compile(fullgraph=True, dynamic=False, backend=self.compile_backend)
         self.weights.update({w.name: w for w in weights})
         self.shards.update(shards)
         return module
@@ -281,6 +280,10 @@ class Trainer:
             microbatches=batching(plan, self.setup.workload).microbatches,
             stages_per_rank=plan.stages_per_rank,
         )
+        if plan.compile:
+            split = any(action.kind is Kind.W for actions in order.ranks for action in actions)
+            for stage in self.stages.values():
+                stage.compile_blocks(self.compile_backend, split=split)
         self.interpreter, self.wire = self._program(order)
         self.forward_interpreter, self.forward_wire = self._program(forward_only(order))
 

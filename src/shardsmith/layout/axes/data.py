@@ -82,6 +82,24 @@ def shard_index(plan: Plan, coord: Coord) -> int:
     return coord.shard * plan.context + coord.context if plan.zero else 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How states of some tensors are spread: ZeRO shards them over `ranks`, of which this is `index`.
+
+    `replicas` ranks hold the same rows, and sum their gradients.
+    """
+
+    ranks: int
+    index: int
+    replicas: int
+
+
+def dense_spread(plan: Plan, coord: Coord) -> Spread:
+    """The spread of all tensors that the dense mesh cuts, seen from `coord`."""
+    ranks = shard_ranks(plan)
+    return Spread(ranks=ranks, index=shard_index(plan, coord), replicas=plan.data * plan.context // ranks)
+
+
 def streams_gradients(plan: Plan) -> bool:
     """Whether each microbatch's gradients are reduced at once, so that they never exist whole between passes."""
     return plan.zero >= 2 and plan.zero_gather == "per_pass"
@@ -145,18 +163,25 @@ def chunk_elements(shapes: Sequence[tuple[int, ...]], shards: int) -> int:
 
 
 def data_collectives(
-    setup: Setup, tensors: Sequence[tuple[str, tuple[int, ...]]], passes: int, *, index: int = 0, streams: bool = True
+    setup: Setup,
+    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    passes: int,
+    *,
+    spread: Spread | None = None,
+    streams: bool = True,
 ) -> list[CollectiveCount]:
     """The gradients of one stage's `tensors` (name, shape before ZeRO), reduced over the data axis in one step.
 
+    Shapes have the dim that ZeRO cuts first.
+
     A reduce-scatter over the shard ranks and an all-reduce over the replicas, bucket by bucket; level 0 shards
     over nobody. Levels 2 and 3 reduce-scatter each of the `passes` microbatches, unless weights are gathered
-    once per step or `streams` is off (a tied embedding waits for both its stages). `index` is this rank's
-    place among the shard ranks: replicas sum the rows that it keeps.
+    once per step or `streams` is off (a tied embedding waits for both its stages). Replicas sum the rows that
+    this rank keeps by its `spread`, which is that of the first rank of the dense mesh unless stated.
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
-    shards = shard_ranks(plan)
-    replicas = plan.data * plan.context // shards
+    spread = spread or dense_spread(plan, Coord(pipeline=0, replicate=0, shard=0, context=0, tensor=0))
+    shards, index = spread.ranks, spread.index
     wide, narrow = DTYPE_BYTES[kinds.grad], DTYPE_BYTES[kinds.reduce]
     shapes = dict(tensors)
     stream = streams and streams_gradients(plan)
@@ -167,7 +192,7 @@ def data_collectives(
             count = passes if stream else 1
             size = count * shards * chunk * narrow
             found.append(_gradients("reduce_scatter", count, size))
-        if replicas > 1:
+        if spread.replicas > 1:
             kept = sum(data_rows(shapes[n][0], shards, index)[1] * prod(shapes[n][1:]) for n in names)
             found.append(_gradients("all_reduce", 1, kept * narrow))
     return found
@@ -175,10 +200,11 @@ def data_collectives(
 
 @dataclass(frozen=True, kw_only=True)
 class UnitUse:
-    """Weights that are gathered together: their `shapes` before ZeRO, and how often a microbatch needs them whole."""
+    """Weights that are gathered together over `ranks`: their `shapes` before ZeRO, and uses in a microbatch."""
 
     shapes: tuple[tuple[int, ...], ...]
     per_microbatch: int
+    ranks: int
 
 
 def weight_collectives(setup: Setup, units: Sequence[UnitUse], passes: int) -> list[CollectiveCount]:
@@ -187,13 +213,12 @@ def weight_collectives(setup: Setup, units: Sequence[UnitUse], passes: int) -> l
     Levels 1 and 2 gather once, after the optimiser; level 3 once per step, or for each use.
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
-    shards = shard_ranks(plan)
-    if shards == 1:
-        return []
     found = []
     for unit in units:
+        if unit.ranks == 1:
+            continue
         count = passes * unit.per_microbatch if plan.zero == 3 and plan.zero_gather == "per_pass" else 1
-        size = count * shards * chunk_elements(unit.shapes, shards) * DTYPE_BYTES[kinds.param]
+        size = count * unit.ranks * chunk_elements(unit.shapes, unit.ranks) * DTYPE_BYTES[kinds.param]
         found.append(CollectiveCount(axis="data", kind="all_gather", purpose="weights", count=count, bytes=size))
     return found
 

@@ -6,6 +6,11 @@ head cut the vocabulary. With sequence parallelism the parts between them, norms
 1/tensor of the sequence, and the sum becomes a reduce-scatter with an all-gather at the next projection
 (Korthikanti et al. 2022).
 
+Latent attention shares its two down-projections, which every rank computes, and cuts what follows them by heads:
+latents and the rotated key enter together, in the place of the hidden states. Routed experts belong to the expert
+axis; tensor ranks, which see the same tokens, route 1/tensor of them each, so that the router's gradient is
+partial, and without sequence parallelism they gather the outputs.
+
 Where key/value heads are fewer than ranks, `replicate_kv` splits the axis into kv_shard x kv_copy: rank t
 holds head t // copies, and ranks with the same head sum its gradients, as each serves other query heads.
 """
@@ -14,9 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind, Shard
+from shardsmith.layout.overlap import pieces
 from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
@@ -61,10 +68,12 @@ NO_COPIES = Code(
     severity="warning",
 )
 
-COLUMN: tuple[Role, ...] = ("q", "k", "v", "gate", "up")
+COLUMN: tuple[Role, ...] = ("q", "k", "v", "kv_up", "gate", "up")
 KEY_VALUE: tuple[Role, ...] = ("k", "v")
 ROW: tuple[Role, ...] = ("o", "down")
 VOCABULARY: tuple[Role, ...] = ("embedding", "head")
+ALWAYS_PARTIAL: tuple[Role, ...] = ("head_norm", "router")
+"""Roles of tensors that every tensor rank holds and computes a part of the gradient of, whatever the plan."""
 
 
 def tensor_dim(weight: Weight) -> int | None:
@@ -84,8 +93,8 @@ def tensor_shard(weight: Weight, tensor: int, coord: int, sequence_parallel: boo
 
     Rows of the vocabulary go in contiguous chunks of ceil(V / tensor), so the last ranks have fewer, or
     none; every other dim that is cut divides evenly in a legal plan. The gain of a head norm is everywhere
-    but serves each rank's own heads, so its gradient is always partial; that of other tensors that are
-    everywhere only where ranks see parts of the sequence.
+    but serves each rank's own heads, so its gradient is always partial, as is that of a router, which sees
+    other tokens on each rank; that of other tensors that are everywhere only where ranks see parts of the sequence.
     """
     dim = tensor_dim(weight)
     offsets, shape = [0] * len(weight.shape), list(weight.shape)
@@ -96,7 +105,7 @@ def tensor_shard(weight: Weight, tensor: int, coord: int, sequence_parallel: boo
         offsets=tuple(offsets),
         shape=tuple(shape),
         tensor_dim=dim if tensor > 1 else None,
-        partial_over_tensor=tensor > 1 and dim is None and (sequence_parallel or weight.role == "head_norm"),
+        partial_over_tensor=tensor > 1 and dim is None and (sequence_parallel or weight.role in ALWAYS_PARTIAL),
         copy=coord % copies if copies > 1 else None,
     )
 
@@ -118,9 +127,7 @@ def activation_bytes(setup: Setup) -> int:
 def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
     """The calls on the tensor axis for one stage and one step, without the sum of partial gradients.
 
-    Per layer two sums forward and two backward. Under sequence parallelism the forward has two
-    all-gathers and two reduce-scatters; the backward has two reduce-scatters and four all-gathers, as the
-    sharded inputs are what is saved, and they are gathered again for the weight gradients.
+    See `layer_calls` for those of a layer.
     """
     plan = setup.plan
     if plan.tensor == 1:
@@ -132,24 +139,17 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
         count = per_microbatch * batch.microbatches
         return CollectiveCount(axis="tensor", kind=kind, purpose=purpose, count=count, bytes=count * each)
 
-    found, layers = [], len(stage.layers)
+    found = []
     if stage.embedding:
         found.append(calls("reduce_scatter" if sp else "all_reduce", "embedding_forward", 1))
         found.append(calls("all_gather", "embedding_backward", int(sp)))
-    # A layer recomputed in backward stops ahead of its closing sum, which no saved tensor depends on.
-    again = int(plan.recompute == "full")
-    if sp:
-        found += [
-            calls("all_gather", "layer_forward", (2 + 2 * again) * layers),
-            calls("reduce_scatter", "layer_forward", (2 + again) * layers),
-        ]
-        found += [
-            calls("all_gather", "layer_backward", 4 * layers),
-            calls("reduce_scatter", "layer_backward", 2 * layers),
-        ]
-    else:
-        found.append(calls("all_reduce", "layer_forward", (2 + again) * layers))
-        found.append(calls("all_reduce", "layer_backward", 2 * layers))
+    rows = size // setup.model.hidden
+    for layer in stage.layers:
+        for call in layer_calls(setup.model, layer, sequence_parallel=sp):
+            cuts = pieces(setup, for_weights=call.for_weights)
+            made = cuts + (_made_again(setup, call, cuts) if plan.recompute == "full" else 0)
+            whole = calls(call.kind, f"layer_{call.phase}", made)
+            found.append(replace(whole, bytes=whole.count * rows * call.width // cuts))
     if stage.head:
         found.append(calls("all_gather", "head_forward", int(sp)))
         found.append(calls("reduce_scatter" if sp else "all_reduce", "head_backward", 1))
@@ -167,6 +167,91 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
         found.append(replace(calls("all_reduce", "loss_max", chunks), bytes=batch.microbatches * tokens * wide))
         found.append(replace(calls("all_reduce", "loss_sums", sums), bytes=batch.microbatches * 2 * tokens * wide))
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCall:
+    """One call in one layer and microbatch, whose payload is the whole sequence in `width` channels.
+
+    `recomputed`: a layer that is recomputed in backward makes the call once more. It stops ahead of its closing
+    sum, which no saved tensor depends on. `for_weights`: it gathers an input again for the weight gradient.
+    """
+
+    kind: CommKind
+    phase: Literal["forward", "backward"]
+    width: int
+    recomputed: bool = False
+    for_weights: bool = False
+
+
+def _made_again(setup: Setup, call: LayerCall, cuts: int) -> int:
+    """Pieces of a call, which is cut into `cuts`, that a recomputed layer makes once more.
+
+    With chunks the closing sum is made inside the product that it closes, which is made again. Of two halves the
+    first one's closing sum lies ahead of the second one's last product.
+    """
+    if call.recomputed:
+        return cuts
+    closing = call.phase == "forward"
+    if closing and "chunks" in setup.plan.overlap:
+        return cuts
+    return int(closing and "half_microbatches" in setup.plan.overlap)
+
+
+def layer_calls(model: ModelSpec, layer: int, *, sequence_parallel: bool) -> list[LayerCall]:
+    """The calls on the tensor axis of `layer`, forward and backward.
+
+    Per block half one sum forward and one backward. Under sequence parallelism the forward has an all-gather
+    and a reduce-scatter; the backward has a reduce-scatter and two all-gathers, as the sharded inputs are what is
+    saved, and they are gathered again for the weight gradients. Latents are small: gathered once, they are kept.
+    """
+    sp, hidden = sequence_parallel, model.hidden
+    found = _latent_enter(model, sp) if model.latent else _enter(hidden, sp)
+    found += _leave(hidden, sp, recomputed=True)
+    if not model.is_sparse(layer):
+        return found + _enter(hidden, sp) + _leave(hidden, sp, recomputed=False)
+    assert model.experts is not None, "a sparse layer has experts"
+    if model.experts.shared_ffn:
+        # The shared expert's sum lies ahead of the routed experts' outputs, which are saved.
+        found += _enter(hidden, sp) + _leave(hidden, sp, recomputed=True)
+    if not sp:
+        found.append(LayerCall(kind="all_gather", phase="forward", width=hidden))
+        found.append(LayerCall(kind="all_gather", phase="backward", width=hidden))
+    return found
+
+
+def _enter(width: int, sp: bool) -> list[LayerCall]:
+    if not sp:
+        return [LayerCall(kind="all_reduce", phase="backward", width=width)]
+    return [
+        LayerCall(kind="all_gather", phase="forward", width=width, recomputed=True),
+        LayerCall(kind="reduce_scatter", phase="backward", width=width),
+        LayerCall(kind="all_gather", phase="backward", width=width, for_weights=True),
+    ]
+
+
+def _leave(width: int, sp: bool, *, recomputed: bool) -> list[LayerCall]:
+    if not sp:
+        return [LayerCall(kind="all_reduce", phase="forward", width=width, recomputed=recomputed)]
+    return [
+        LayerCall(kind="reduce_scatter", phase="forward", width=width, recomputed=recomputed),
+        LayerCall(kind="all_gather", phase="backward", width=width),
+    ]
+
+
+def _latent_enter(model: ModelSpec, sp: bool) -> list[LayerCall]:
+    """Latents and the rotated key enter together; queries that have no latent by themselves."""
+    latent = model.latent
+    assert latent is not None, "only for latent attention"
+    width = (latent.q_rank or 0) + latent.kv_rank + latent.rope
+    if not sp:
+        found = [LayerCall(kind="all_reduce", phase="backward", width=width)]
+    else:
+        found = [
+            LayerCall(kind="all_gather", phase="forward", width=width, recomputed=True),
+            LayerCall(kind="reduce_scatter", phase="backward", width=width),
+        ]
+    return found if latent.q_rank else found + _enter(model.hidden, sp)
 
 
 def split_backwards(setup: Setup, stage: Stage) -> int:
@@ -201,11 +286,12 @@ def partial_gradients(setup: Setup, shards: Sequence[Shard]) -> list[CollectiveC
 def tensor_faults(setup: Setup) -> list[Fault]:
     """What the tensor degree breaks, each with the nearest legal degrees."""
     plan, model, faults = setup.plan, setup.model, []
-    for code, key, what in _DIVIDES:
-        if _misfit(model, key, plan.tensor, plan.replicate_kv):
-            message = f"tensor = {plan.tensor} does not divide {getattr(model, key)} {what}"
-            hint = _degree_hint(setup) + (_copies_hint(setup) if key == "kv_heads" else "")
-            faults.append(code.fault(message, *setup.said("plan.tensor", f"model.{key}"), hint=hint))
+    for size in sizes(model):
+        if size.misfit(plan.tensor, plan.replicate_kv):
+            message = f"tensor = {plan.tensor} does not divide {size.value} {size.what}"
+            hint = _degree_hint(setup) + (_copies_hint(setup) if size.key == "kv_heads" else "")
+            owner = (setup.origin(f"model.{size.key.split('.')[0]}"), f"{size.key} = {size.value}")
+            faults.append(size.code.fault(message, *setup.said("plan.tensor"), owner, hint=hint))
     if plan.sequence_parallel and setup.workload.seq_len % plan.tensor:
         each, seq_len = plan.tensor, setup.workload.seq_len
         near = " or ".join(str(s) for s in (seq_len - seq_len % each, seq_len - seq_len % each + each) if s)
@@ -222,18 +308,33 @@ def tensor_faults(setup: Setup) -> list[Fault]:
     return faults
 
 
-_DIVIDES = (
-    (HEADS, "heads", "attention heads"),
-    (KV_HEADS, "kv_heads", "key/value heads"),
-    (FFN, "ffn", "columns of the MLP"),
-)
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A size of a model that the tensor degree must divide: where it stands, its value, and what it counts."""
+
+    code: Code
+    key: str
+    value: int
+    what: str
+
+    def misfit(self, degree: int, replicate_kv: bool) -> bool:
+        """Whether it cannot be cut into `degree` parts, nor key/value heads be copied."""
+        copied = self.key == "kv_heads" and replicate_kv and degree % self.value == 0
+        return self.value % degree != 0 and not copied
 
 
-def _misfit(model: ModelSpec, key: str, degree: int, replicate_kv: bool) -> bool:
-    """Whether the size `key` of `model` cannot be cut into `degree` parts, nor its key/value heads be copied."""
-    size = getattr(model, key)
-    copied = key == "kv_heads" and replicate_kv and degree % size == 0
-    return size % degree != 0 and not copied
+def sizes(model: ModelSpec) -> list[Size]:
+    """Everything that the tensor axis cuts evenly: heads, and the width of the MLPs that the model has."""
+    found = [
+        Size(code=HEADS, key="heads", value=model.heads, what="attention heads"),
+        Size(code=KV_HEADS, key="kv_heads", value=model.kv_heads, what="key/value heads"),
+    ]
+    if not all(model.is_sparse(layer) for layer in range(model.layers)):
+        found.append(Size(code=FFN, key="ffn", value=model.ffn, what="columns of the MLP"))
+    if model.experts is not None and model.experts.shared_ffn:
+        width = model.experts.shared_ffn
+        found.append(Size(code=FFN, key="experts.shared_ffn", value=width, what="columns of the shared expert"))
+    return found
 
 
 def _degree_hint(setup: Setup) -> str:
@@ -278,5 +379,5 @@ def legal_tensor_degrees(model: ModelSpec, devices: int, *, replicate_kv: bool =
 
 
 def _reasons(model: ModelSpec, degree: int, *, replicate_kv: bool = False) -> list[str]:
-    misfits = [(getattr(model, key), what) for _, key, what in _DIVIDES if _misfit(model, key, degree, replicate_kv)]
-    return [f"{degree} does not divide {size} {what}" for size, what in misfits]
+    misfits = [size for size in sizes(model) if size.misfit(degree, replicate_kv)]
+    return [f"{degree} does not divide {size.value} {size.what}" for size in misfits]

@@ -1,0 +1,131 @@
+"""What a search answers: choices with their figures, rules followed or beaten, and what was looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardsmith.design.cost.estimate import Estimate
+from shardsmith.plan.setup import Setup
+
+Verdict = Literal["followed", "beaten", "does not apply"]
+Objective = Literal["fastest", "fewest", "cheapest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleNote:
+    """A rule of thumb beside a plan: whether the plan follows it, and by how much it wins or loses.
+
+    `other` is the best plan that does the opposite (None where none is legal or fits); `ratio` its step time
+    over this plan's: above 1, this plan is faster.
+    """
+
+    rule: str
+    verdict: Verdict
+    text: str
+    other: str | None = None
+    ratio: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The note as plain JSON values."""
+        return {
+            "rule": self.rule,
+            "verdict": self.verdict,
+            "text": self.text,
+            "other": self.other,
+            "ratio": self.ratio,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """One change to a plan (`axis`: `before` -> `after`) and what becomes of it.
+
+    `ratio` is its step time over the plan's, `peak_gib` its fullest rank; where the change is illegal or does
+    not fit, `reason` says so and the figures may be None.
+    """
+
+    axis: str
+    before: str
+    after: str
+    plan: str
+    ratio: float | None = None
+    peak_gib: float | None = None
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The neighbour as plain JSON values."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One plan of the answer: its `setup`, what it costs, what binds, and rules it follows or beats."""
+
+    setup: Setup
+    estimate: Estimate
+    rules: tuple[RuleNote, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
+    binds: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The choice as plain JSON values; the plan in its one-line form and as a table."""
+        e = self.estimate
+        return {
+            "plan": str(self.setup.plan),
+            "nodes": self.setup.cluster.nodes,
+            "world": self.setup.plan.world,
+            "step_time_s": e.step_time_s,
+            "interval_s": list(e.interval_s),
+            "tokens_per_s_per_gpu": e.tokens_per_s_per_gpu,
+            "tflops_per_gpu": e.tflops_per_gpu,
+            "mfu": e.mfu,
+            "memory_gib": [rank.as_json() for rank in e.memory],
+            "breakdown": dict(e.breakdown),
+            "rules": [note.as_json() for note in self.rules],
+            "neighbours": [neighbour.as_json() for neighbour in self.neighbours],
+            "binds": self.binds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The answer of a search: `plans` ranked, best first, and what was looked at.
+
+    `searched` counts legal plans whose time and per-stage memory were computed, `dismissed` legal plans inside
+    subspaces that a bound ruled out. `pareto` holds plans that no other beats in time, memory and devices at
+    once; `robust` the one whose worst case over the prediction intervals is best. `assumptions` says in words
+    what the figures rest on.
+    """
+
+    objective: Objective
+    plans: tuple[Choice, ...]
+    pareto: tuple[Choice, ...]
+    robust: Choice
+    searched: int
+    dismissed: int
+    seconds: float
+    target: str
+    assumptions: tuple[str, ...]
+    totals: Mapping[str, float]
+
+    @property
+    def best(self) -> Choice:
+        """The first of the plans."""
+        return self.plans[0]
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer as plain JSON values, with the keys that the verb promises."""
+        return {
+            "objective": self.objective,
+            "plans": [choice.as_json() for choice in self.plans],
+            "pareto": [choice.as_json() for choice in self.pareto],
+            "robust": self.robust.as_json(),
+            "searched": self.searched,
+            "dismissed": self.dismissed,
+            "seconds": self.seconds,
+            "target": self.target,
+            "assumptions": list(self.assumptions),
+            "totals": dict(self.totals),
+        }

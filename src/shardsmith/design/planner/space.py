@@ -1,0 +1,310 @@
+"""Space: every legal plan of a subject on a number of devices, as tables that multiply out only where they are needed.
+
+Legality is the layout's own: each combination of degrees is put before the rules of the axes once, schedules are
+asked for each number of ranks and microbatches, and nothing is only tried in powers of two. Plans that differ in a
+field without effect (sequence parallelism on one tensor rank, ZeRO over one rank, a placement of axes of size 1)
+stand in the space once, and so do placements that put every group on the same links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardsmith.design.cost.layouts import ORDER_AXES, ORDERS, OVERLAPS, RECOMPUTE
+from shardsmith.design.cost.schedules import SCHEDULES
+from shardsmith.design.cost.subject import Subject
+from shardsmith.layout.check import axis_faults
+from shardsmith.layout.overlap import overlap_faults
+from shardsmith.plan.batch import divisors
+from shardsmith.plan.plan import Overlap, Plan
+from shardsmith.plan.setup import Setup
+from shardsmith.plan.stages import even_layers, weighed_layers
+from shardsmith.schedule import orders
+
+Index = NDArray[np.intp]
+SHAPE = ("tensor", "replicate_kv", "context", "ulysses", "pipeline", "data", "expert", "expert_tensor")
+DEGREES = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor")
+"""Degrees that tell one entry of the ranking from another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All legal plans on `world` devices; `fixed` holds plan fields to one value, `base` has those that do not vary."""
+
+    subject: Subject
+    world: int
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    base: Plan = field(default_factory=Plan)
+
+    @cached_property
+    def shapes(self) -> NDArray[np.float64]:
+        """Legal combinations of degrees: a row each, columns as SHAPE."""
+        rows = [row for degrees in self._dense() for row in self._with_experts(degrees)]
+        return np.array(rows, dtype=float).reshape(len(rows), len(SHAPE))
+
+    def thin(self) -> Thin:
+        """The same space with a few plans of each shape only."""
+        return Thin(subject=self.subject, world=self.world, fixed=self.fixed, base=self.base)
+
+    def allows(self, key: str, value: Any) -> bool:
+        """Whether `key` may have `value`."""
+        return key not in self.fixed or bool(self.fixed[key] == value)
+
+    def _setup(self, **degrees: Any) -> Setup:
+        s = self.subject
+        return Setup(model=s.model, workload=s.workload, cluster=s.cluster, plan=self.base.with_(**degrees))
+
+    def _sound(self, **degrees: Any) -> bool:
+        return not any(fault.severity == "error" for fault in axis_faults(self._setup(**degrees)))
+
+    def _dense(self) -> Iterator[tuple[int, ...]]:
+        """Degrees of the dense mesh whose product is `world`, with data ranks that divide the batch."""
+        model, batch = self.subject.model, self.subject.workload.global_batch
+        most = min(model.layers, self.world)
+        for tensor in divisors(self.world):
+            for copied in (False, True):
+                if not (self.allows("tensor", tensor) and self.allows("replicate_kv", copied)):
+                    continue
+                if (copied and tensor <= model.kv_heads) or not self._sound(tensor=tensor, replicate_kv=copied):
+                    continue
+                for context, ulysses in self._contexts(tensor, copied):
+                    rest = self.world // (tensor * context)
+                    for pipeline in divisors(rest):
+                        data = rest // pipeline
+                        if pipeline > most or batch % data or not self._agrees(pipeline, data):
+                            continue
+                        yield tensor, int(copied), context, ulysses, pipeline, data
+
+    def _agrees(self, pipeline: int, data: int) -> bool:
+        return self.allows("pipeline", pipeline) and self.allows("data", data)
+
+    def _contexts(self, tensor: int, copied: bool) -> Iterator[tuple[int, int]]:
+        for context in divisors(self.world // tensor):
+            if context > self.subject.workload.seq_len or not self.allows("context", context):
+                continue
+            for ulysses in divisors(context):
+                degrees = {"tensor": tensor, "replicate_kv": copied, "context": context, "ulysses": ulysses}
+                if self.allows("ulysses", ulysses) and self._sound(**degrees):
+                    yield context, ulysses
+
+    def _with_experts(self, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        tensor, _, context, _, _, data = degrees
+        for expert, part in self._expert_degrees(data * context * tensor):
+            yield (*degrees, expert, part)
+
+    def _expert_degrees(self, ranks: int) -> list[tuple[int, int]]:
+        """Pairs of expert and expert_tensor that divide `ranks`, the experts and their width."""
+        cached = self._expert_pairs
+        if ranks not in cached:
+            experts = self.subject.model.experts
+            pairs = (
+                [(1, 1)]
+                if experts is None
+                else [
+                    (e, t)
+                    for t in divisors(ranks)
+                    if experts.ffn % t == 0
+                    for e in divisors(ranks // t)
+                    if experts.count % e == 0
+                ]
+            )
+            cached[ranks] = [(e, t) for e, t in pairs if self.allows("expert", e) and self.allows("expert_tensor", t)]
+        return cached[ranks]
+
+    @cached_property
+    def _expert_pairs(self) -> dict[int, list[tuple[int, int]]]:
+        return {}
+
+    def cuts(self, data: int) -> list[tuple[int, int]]:
+        """(microbatch, microbatches) of each data rank."""
+        each = self.subject.workload.global_batch // data
+        found = [(size, each // size) for size in divisors(each)]
+        halved = "half_microbatches" in self.fixed.get("overlap", ())
+        wanted = [(a, b) for a, b in found if self.allows("microbatch", a) and self.allows("microbatches", b)]
+        return [(a, b) for a, b in wanted if a % 2 == 0 or not halved]
+
+    def inner(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
+        """(sequence_parallel, recompute, overlap) options of layers with these degrees."""
+        key = (tensor, context)
+        if key not in self._inner:
+            self._inner[key] = self._layers(tensor, context)
+        return self._inner[key]
+
+    @cached_property
+    def _inner(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+        return {}
+
+    def _layers(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
+        split = [False, True] if self._splits(tensor, context) else [False]
+        policies = self._policies if tensor > 1 else [0]
+        found = []
+        for flag in split:
+            for again, name in enumerate(RECOMPUTE):
+                for bits in policies:
+                    named = policies_of(bits)
+                    wanted = {"sequence_parallel": flag, "recompute": name, "overlap": named}
+                    if all(self.allows(key, value) for key, value in wanted.items()):
+                        found.append((int(flag), again, bits))
+        return found
+
+    @cached_property
+    def _policies(self) -> list[int]:
+        """Overlaps that the model can have, of none, those that the target offers and what is fixed."""
+        offered = [(), *((name,) for name in self.subject.target.overlaps)]
+        wanted = [tuple(self.fixed["overlap"])] if "overlap" in self.fixed else offered
+        return [sum(2 ** OVERLAPS.index(name) for name in names) for names in wanted if self._overlaps(names)]
+
+    def _overlaps(self, names: tuple[Overlap, ...], schedule: str = "one_f_one_b") -> bool:
+        """Whether layers can overlap so, with microbatches that can be halved."""
+        batch = replace(self.subject.workload, global_batch=2)
+        setup = replace(self._setup(tensor=2, microbatch=2, schedule=schedule, overlap=names), workload=batch)
+        return not any(fault.severity == "error" for fault in overlap_faults(setup))
+
+    def _splits(self, tensor: int, context: int) -> bool:
+        """Whether the sequence can be cut over the tensor ranks."""
+        if tensor == 1:
+            return False
+        copied = tensor > self.subject.model.kv_heads
+        return self._sound(tensor=tensor, context=context, replicate_kv=copied, sequence_parallel=True)
+
+    def pipelines(self, pipeline: int, microbatches: int, overlap: int = 0) -> list[tuple[int, int, int]]:
+        """(schedule, stages_per_rank, weighed) options for so many ranks and microbatches, and bits of overlap."""
+        key = (pipeline, microbatches, overlap)
+        if key not in self._pipelines:
+            self._pipelines[key] = [
+                (index, each, weighed)
+                for index, each in self._stages(pipeline)
+                if self._runs(index, pipeline, microbatches, each) and self._hides(index, overlap)
+                for weighed in (0, 1)
+                if not weighed or self.differs(pipeline * each)
+                if self.allows("layers", "weighed" if weighed else None)
+            ]
+        return self._pipelines[key]
+
+    @cached_property
+    def _pipelines(self) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
+        return {}
+
+    def _stages(self, pipeline: int) -> Iterator[tuple[int, int]]:
+        layers = self.subject.model.layers
+        for index, name in enumerate(SCHEDULES):
+            if not self.allows("schedule", name) or (pipeline == 1 and name != "one_f_one_b"):
+                continue
+            for each in (1, 2) if name not in ("interleaved", "looped_bfs") else range(2, layers // pipeline + 1):
+                stated = each == orders.load(name).DEFAULT_STAGES_PER_RANK
+                fixed = self.fixed.get("stages_per_rank", each)
+                if pipeline * each <= layers and (fixed == each or (fixed is None and stated)):
+                    yield index, each
+
+    def _runs(self, index: int, pipeline: int, microbatches: int, each: int) -> bool:
+        schedule = orders.load(SCHEDULES[index])
+        return not schedule.faults(pipeline=pipeline, microbatches=microbatches, stages_per_rank=each, source="plan")
+
+    def _hides(self, index: int, overlap: int) -> bool:
+        """Whether these bits of overlap go with a schedule."""
+        key = (index, overlap)
+        if key not in self._hidden:
+            named = policies_of(overlap)
+            self._hidden[key] = not named or self._overlaps(named, SCHEDULES[index])
+        return self._hidden[key]
+
+    @cached_property
+    def _hidden(self) -> dict[tuple[int, int], bool]:
+        return {}
+
+    def differs(self, stages: int) -> bool:
+        """Whether weighing the layers of so many stages moves any."""
+        if stages not in self._weighed:
+            model, seq_len = self.subject.model, self.subject.workload.seq_len
+            weighed = weighed_layers(model, stages, seq_len)
+            inner = weighed[1:-1] or (1,)
+            self._weighed[stages] = weighed != even_layers(model.layers, stages) and min(inner) > 0
+        return self._weighed[stages]
+
+    @cached_property
+    def _weighed(self) -> dict[int, bool]:
+        return {}
+
+    def placements(self, degrees: Sequence[int]) -> list[int]:
+        """Indices of orders that put the groups of these degrees (as ORDER_AXES) on other links than those before.
+
+        What counts is how many members of a group a domain holds: an axis whose neighbours already stand in
+        different domains may go further apart without crossing another kind of link.
+        """
+        key = tuple(degrees)
+        if key not in self._placements:
+            widest = max((link.size for link in self.subject.cluster.levels if link.size), default=1)
+            sizes = dict(zip(ORDER_AXES, degrees, strict=True))
+            seen: dict[tuple[int, ...], int] = {}
+            for index, order in enumerate(ORDERS):
+                if self.allows("order", order):
+                    stride, strides = 1, dict.fromkeys(ORDER_AXES, 0)
+                    for axis in order.split("-"):
+                        strides[axis] = min(stride, widest) if sizes[axis] > 1 else 0
+                        stride *= sizes[axis]
+                    seen.setdefault(tuple(strides.values()), index)
+            self._placements[key] = list(seen.values())
+        return self._placements[key]
+
+    @cached_property
+    def _placements(self) -> dict[tuple[int, ...], list[int]]:
+        return {}
+
+    def sharding(self, tensor: int, context: int, data: int, experts: int) -> list[tuple[int, int, int]]:
+        """(zero, per_step, replicate) options; each replica must hold all `experts` = expert x expert_tensor ranks."""
+        key = (tensor, context, data, experts)
+        if key not in self._shardings:
+            found = [(0, 0, 1)]
+            for copies in divisors(data):
+                ranks = data // copies * context
+                if ranks > 1 and (ranks * tensor) % experts == 0:
+                    found += [(1, 0, copies), (2, 0, copies), (2, 1, copies), (3, 0, copies), (3, 1, copies)]
+            self._shardings[key] = [
+                (zero, step, copies)
+                for zero, step, copies in found
+                if self.allows("zero", zero)
+                and self.allows("replicate", copies)
+                and self.allows("zero_gather", "per_step" if step else "per_pass")
+            ]
+        return self._shardings[key]
+
+    @cached_property
+    def _shardings(self) -> dict[tuple[int, int, int, int], list[tuple[int, int, int]]]:
+        return {}
+
+
+def policies_of(bits: int) -> tuple[Overlap, ...]:
+    """The overlap policies that bits stand for."""
+    return tuple(name for i, name in enumerate(OVERLAPS) if bits >> i & 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thin(Space):
+    """A few plans of every shape and cut, those that usually win: they set the mark for a search of the whole space."""
+
+    def inner(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
+        """The options with most overlap, the sequence cut over tensor ranks where it may be."""
+        every = super().inner(tensor, context)
+        split, bits = max(((a, c) for a, _, c in every), default=(0, 0))
+        return [option for option in every if option[0] == split and option[2] == bits]
+
+    def pipelines(self, pipeline: int, microbatches: int, overlap: int = 0) -> list[tuple[int, int, int]]:
+        """1F1B, and loops of the fewest and the most stages."""
+        every = super().pipelines(pipeline, microbatches, overlap)
+        loops = sorted((option for option in every if SCHEDULES[option[0]] == "interleaved"), key=lambda o: o[1:])
+        return [*(o for o in every if SCHEDULES[o[0]] == "one_f_one_b"), *loops[:1], *loops[-1:]] or every[:1]
+
+    def placements(self, degrees: Sequence[int]) -> list[int]:
+        """The first placement: tensor ranks innermost, pipeline ranks outermost, where nothing else is fixed."""
+        return super().placements(degrees)[:1]
+
+    def sharding(self, tensor: int, context: int, data: int, experts: int) -> list[tuple[int, int, int]]:
+        """States whole, and sharded over all ranks."""
+        every = super().sharding(tensor, context, data, experts)
+        return [o for o in every if o[:2] in ((0, 0), (1, 0), (3, 0)) and o[2] == 1] or every[:1]

@@ -1,0 +1,230 @@
+"""Search over serving layouts: which hold the requests, which meet the targets, which of them serves most tokens."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardsmith.design.serving.demand import Demand, Servings, servings
+from shardsmith.design.serving.latency import BOUNDS, GRAPH_LATENCY, KERNEL_SECONDS, Latency, latency
+from shardsmith.design.serving.memory import CHUNK, USABLE, WORKSPACE, ServingMemory, serving_memory
+from shardsmith.errors import Code
+from shardsmith.plan.plan import Plan
+from shardsmith.units import GIB
+
+NOTHING_FITS = Code(
+    code="I201",
+    title="no layout holds these requests",
+    because="weights stand on every replica, and each request keeps its keys and values until it ends",
+)
+TOO_SLOW = Code(
+    code="I202",
+    title="no layout meets the latency targets",
+    because="a first token needs the whole prompt's FLOPs, and every further one reads weights and cache once",
+)
+
+Mask = NDArray[np.bool_]
+Verdict = Literal["followed", "beaten", "not followed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingChoice:
+    """One layout: seconds to the first token and between tokens, output tokens/s of the cluster, bytes a device.
+
+    `kv` is what `concurrency` requests keep on the fullest device; `most` how many requests fit. `binds` names what
+    most of the time between tokens goes to, `rule` says whether data > tensor > pipeline is followed.
+    """
+
+    plan: Plan
+    ttft_s: float
+    tpot_s: float
+    tokens_per_s: float
+    weights: float
+    kv: float
+    workspace: float
+    most: int
+    binds: str
+    verdict: Verdict
+    rule: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values, sizes in GiB."""
+        return {
+            "plan": str(self.plan),
+            "devices": self.plan.world,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "tokens_per_s": self.tokens_per_s,
+            "weights_gib": self.weights / GIB,
+            "kv_gib": self.kv / GIB,
+            "workspace_gib": self.workspace / GIB,
+            "max_concurrency": self.most,
+            "binds": self.binds,
+            "rule": self.rule,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingResult:
+    """Layouts that hold the requests and meet the targets, best first, and how many were looked at."""
+
+    demand: Demand
+    plans: tuple[ServingChoice, ...]
+    searched: int
+    fitting: int
+    seconds: float
+    assumptions: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values with the keys that the verb promises."""
+        return {
+            "model": self.demand.model.name,
+            "cluster": self.demand.cluster.name,
+            "context": self.demand.context,
+            "concurrency": self.demand.concurrency,
+            "plans": [choice.as_json() for choice in self.plans],
+            "searched": self.searched,
+            "fitting": self.fitting,
+            "seconds": self.seconds,
+            "assumptions": list(self.assumptions),
+        }
+
+
+def search_serving(demand: Demand, *, top: int = 5) -> ServingResult:
+    """The `top` layouts for a demand: most tokens a second among those that fit and meet the targets.
+
+    Ties go to fewer devices, then to the shorter time to the first token. Raises `Refused`: I101 to I103 for a demand
+    that is none, I201 where nothing fits and I202 where nothing is fast enough, each with what comes nearest.
+    """
+    began = time.perf_counter()
+    s = servings(demand)
+    memory, times = serving_memory(demand, s), latency(demand, s)
+    fits = memory.requests >= demand.concurrency
+    if not fits.any():
+        raise _nothing_fits(demand, s, memory)
+    good = fits & _meets(demand, times)
+    if not good.any():
+        raise _too_slow(demand, s, times, fits)
+    rate = demand.concurrency / times.tpot
+    at = np.flatnonzero(good)
+    ranked = at[np.lexsort((times.ttft[at], s.world[at], -rate[at]))]
+    rule = _rule(s, fits)
+    plans = tuple(_choice(demand, s, memory, times, rule, int(i)) for i in ranked[:top])
+    return ServingResult(
+        demand=demand,
+        plans=plans,
+        searched=len(s),
+        fitting=int(fits.sum()),
+        seconds=time.perf_counter() - began,
+        assumptions=assumptions(demand),
+    )
+
+
+def assumptions(demand: Demand) -> tuple[str, ...]:
+    """What the figures rest on."""
+    c = demand.cluster
+    return (
+        f"weights in {demand.dtype}, cache in {demand.cache_dtype}; every request holds {demand.context} tokens, no "
+        "prefix is shared",
+        f"{USABLE:.0%} of the {c.device.memory_gib:g} GiB of a {c.device.name} are used, "
+        f"{WORKSPACE / GIB:g} GiB of that for the runtime",
+        f"the first token: one request alone, its whole context as prompt, in chunks of {CHUNK} tokens; no queue",
+        "between tokens: all requests decode at once; tokens/s counts their output only",
+        f"decoding runs captured graphs: {KERNEL_SECONDS * 1e6:g} us a kernel, {GRAPH_LATENCY:g} link latency a hop",
+        "a pipeline decodes one group of requests a stage; experts are chosen evenly",
+    )
+
+
+def _meets(demand: Demand, times: Latency) -> Mask:
+    ttft = np.inf if demand.ttft_s is None else demand.ttft_s
+    tpot = np.inf if demand.tpot_s is None else demand.tpot_s
+    return np.asarray((times.ttft <= ttft) & (times.tpot <= tpot), dtype=np.bool_)
+
+
+def _rule(s: Servings, fits: Mask) -> int:
+    """The layout that data > tensor > pipeline picks: fewest stages, then fewest tensor ranks, the rest replicas."""
+    at = np.flatnonzero(fits)
+    return int(at[np.lexsort((s.expert[at], s.tensor[at], s.pipeline[at]))][0])
+
+
+def _choice(demand: Demand, s: Servings, memory: ServingMemory, times: Latency, rule: int, at: int) -> ServingChoice:
+    requests = np.ceil(demand.concurrency / s.data[at])
+    verdict, words = _verdict(demand, s, memory, times, rule, at)
+    return ServingChoice(
+        plan=s.plan(at),
+        ttft_s=float(times.ttft[at]),
+        tpot_s=float(times.tpot[at]),
+        tokens_per_s=demand.concurrency / float(times.tpot[at]),
+        weights=float(memory.weights[at]),
+        kv=float(requests * memory.request[at]),
+        workspace=float(memory.workspace[at]),
+        most=int(memory.requests[at]),
+        binds=BOUNDS[int(times.binds[at])],
+        verdict=verdict,
+        rule=words,
+    )
+
+
+def _verdict(
+    demand: Demand, s: Servings, memory: ServingMemory, times: Latency, rule: int, at: int
+) -> tuple[Verdict, str]:
+    """Whether a layout is the one that the rule picks, or by how much it beats that one (or does not)."""
+    name = "data > tensor > pipeline"
+    size = f"{(memory.weights[rule] + memory.request[rule]) / GIB:.1f} GiB of weights and one request"
+    why = "on one device" if s.tensor[rule] * s.pipeline[rule] == 1 else "on the fewest devices that hold a replica"
+    picked = s.plan(rule)
+    if at == rule:
+        return "followed", f"{name}: followed ({size} a device fit {why}, the rest are replicas)"
+    ratio = float(times.tpot[rule] / times.tpot[at])
+    missed = bool(not _meets(demand, times)[rule])
+    beaten = ratio > 1.0 or missed
+    words = f"it picks {picked}, whose time between tokens is {ratio:.2f} of this one's"
+    if missed:
+        words += " and which misses the targets"
+    return ("beaten", f"{name}: beaten; {words}") if beaten else ("not followed", f"{name}: not followed; {words}")
+
+
+def _nothing_fits(demand: Demand, s: Servings, memory: ServingMemory) -> Exception:
+    """What is short where nothing fits: the layout that holds most requests, and what would help."""
+    best = int(np.argmax(np.where(memory.room > 0, memory.requests, memory.room / 1e15)))
+    most, said = int(memory.requests[best]), ("--concurrency", str(demand.concurrency))
+    cluster = demand.cluster
+    device = (cluster.name, f"{cluster.devices} x {cluster.device.memory_gib:g} GiB")
+    if memory.room[best] <= 0:
+        message = (
+            f"no layout holds even the weights of {demand.model.name}: at best {memory.weights[best] / GIB:.1f} GiB "
+            f"and {memory.workspace[best] / GIB:.1f} GiB of workspace on a device"
+        )
+        nodes = int(np.ceil(cluster.nodes * (1.0 - memory.room[best] / (USABLE * cluster.device.memory_gib * GIB))))  # type: ignore[operator]
+        hint = f"--nodes {max(nodes, cluster.nodes + 1)} or more, or --dtype float8"
+    else:
+        message = f"at most {most} requests of {demand.context} tokens fit, with {s.plan(best)}"
+        hints = [f"--concurrency {most}"] if most else []
+        context = int(memory.room[best] / (memory.request[best] / demand.context) * s.data[best] / demand.concurrency)
+        hints += [f"--context {context}"] if demand.model.window is None and context else []
+        nodes = int(np.ceil(cluster.nodes * demand.concurrency / max(most, 1)))
+        hint = ", or ".join([*hints, f"--nodes {nodes}"])
+    return NOTHING_FITS.refuse(message, said, ("--context", str(demand.context)), device, hint=hint)
+
+
+def _too_slow(demand: Demand, s: Servings, times: Latency, fits: Mask) -> Exception:
+    """The layouts that come nearest to each target."""
+    at = np.flatnonzero(fits)
+    hints, said, parts = [], [], []
+    for option, target, seconds, what in (
+        ("--ttft-ms", demand.ttft_s, times.ttft, "to the first token"),
+        ("--tpot-ms", demand.tpot_s, times.tpot, "between tokens"),
+    ):
+        if target is None:
+            continue
+        best = at[int(np.argmin(seconds[at]))]
+        parts.append(f"{seconds[best] * 1e3:.1f} ms {what} with {s.plan(int(best))}")
+        said.append((option, f"{target * 1e3:g}"))
+        hints += [f"{option} {np.ceil(seconds[best] * 1e3):g}"] if seconds[best] > target else []
+    message = "at best " + " and ".join(parts) + ("" if hints else ", never both at once")
+    hint = " ".join(hints) or "relax one of the two"
+    return TOO_SLOW.refuse(message, *said, hint=hint + "; or fewer requests, more nodes, --dtype float8")

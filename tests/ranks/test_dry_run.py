@@ -115,7 +115,9 @@ def test_every_item_is_named_alike(compared: dict[str, Compared]) -> None:
 
 REAL = {
     "zero 0": setup_of("tensor=2,pipeline=2,microbatch=2", LLAMA, "float32", seq_len=128),
-    "zero 1 sp, full recompute": setup_of(f"{SP},data=2,zero=1,recompute=full,microbatch=2", LLAMA, seq_len=128),
+    "zero 1 sp, full recompute": setup_of(
+        f"{SP},data=2,zero=1,recompute=full,microbatch=2", LLAMA, "float32", seq_len=128
+    ),
     "zero 2, zb_v": setup_of("data=2,zero=2,pipeline=2,schedule=zb_v", LLAMA, "float32", seq_len=128),
     "zero 3, selective": setup_of("data=2,zero=3,pipeline=2,recompute=selective,microbatch=2", GPT, "float32"),
 }
@@ -156,7 +158,7 @@ def real() -> list[list[tuple[int, StepRecord]]]:
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_ranks_do_what_the_dry_run_finds(name: str, real: list[list[tuple[int, StepRecord]]]) -> None:
-    """Peaks are of one thread's allocations in a real run, kernels' own buffers included."""
+    """In float32: the allocations of a real run include what kernels need themselves, in bfloat16 whole copies."""
     at = list(REAL).index(name)
     (dry,) = dry_run(REAL[name], (3 * (at % 2),), timeout_s=150)
     peak, record = real[dry.rank][at]
@@ -199,7 +201,7 @@ def test_the_verb_prints_both_sides() -> None:
     found = json.loads(invoke("--plan", plan, "--seq-len", "32", "--rank", "5", "--json").output)
     assert found["rank"] == 5
     assert found["peak_gib"] == pytest.approx(sum(found["memory_gib"].values()))
-    assert found["collectives"]["send"] == {"count": 2, "bytes": 2 * 2 * 32 * 128 * 4}
+    assert found["collectives"]["send"] == {"count": 2, "bytes": 2 * 32 * 128 * 4}
     assert found["collectives"] == found["model"]["collectives"]
     assert found["flops"] == found["model"]["flops"]
     assert found["difference"]["flops"] == 0

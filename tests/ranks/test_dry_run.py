@@ -115,9 +115,6 @@ def test_every_item_is_named_alike(compared: dict[str, Compared]) -> None:
 
 REAL = {
     "zero 0": setup_of("tensor=2,pipeline=2,microbatch=2", LLAMA, "float32", seq_len=128),
-    "zero 1 sp, full recompute": setup_of(
-        f"{SP},data=2,zero=1,recompute=full,microbatch=2", LLAMA, "float32", seq_len=128
-    ),
     "zero 2, zb_v": setup_of("data=2,zero=2,pipeline=2,schedule=zb_v", LLAMA, "float32", seq_len=128),
     "zero 3, selective": setup_of("data=2,zero=3,pipeline=2,recompute=selective,microbatch=2", GPT, "float32"),
 }

@@ -155,7 +155,7 @@ def real() -> list[list[tuple[int, StepRecord]]]:
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_ranks_do_what_the_dry_run_finds(name: str, real: list[list[tuple[int, StepRecord]]]) -> None:
-    """In float32: the allocations of a real run include what kernels need themselves, in bfloat16 whole copies."""
+    """The allocations of a real run include what kernels and gloo need themselves."""
     at = list(REAL).index(name)
     (dry,) = dry_run(REAL[name], (3 * (at % 2),), timeout_s=150)
     peak, record = real[dry.rank][at]

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardsmith.errors import CODES, Code, raise_errors
+from shardsmith.errors import CODES, Code, Fault, raise_errors
+from shardsmith.layout.record import Compared
 
 if TYPE_CHECKING:
     from shardsmith.design.planner.priced import Priced
@@ -398,6 +399,28 @@ TOO_LARGE = Code(
 )
 
 
+NO_SUCH_RANK = Code(
+    code="X204",
+    title="no such rank",
+    because="ranks count from 0 to world - 1, world = pipeline x data x context x tensor",
+)
+DRY_COMPILE = Code(
+    code="X205",
+    title="dry run of compiled blocks",
+    because="a dry run follows each operator, and what a compiler makes of them is decided on real tensors",
+)
+DRY_OVERLAP = Code(
+    code="X207",
+    title="dry run with overlap inside a layer",
+    because="what overlapped collectives hold while they are under way is in no closed form yet",
+)
+DRY_DROPOUT = Code(
+    code="X206",
+    title="dry run with dropout",
+    because="masks are drawn from named generators, which draw nothing without data, and the closed forms lack them",
+)
+
+
 def verify(
     setup: Setup, *, steps: int = 2, seed: int = 0, shrunk: bool = False, packed: bool = False, timeout_s: float = 600.0
 ) -> Certificate:
@@ -420,6 +443,81 @@ def verify(
     from shardsmith.engine.parity.certificate import certify
 
     return certify(setup, asked=asked, steps=steps, seed=seed, packed=packed, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """The `ranks` of a plan that were run dry, each beside what the model computes, and the seconds it took."""
+
+    setup: Setup
+    ranks: tuple[Compared, ...]
+    seconds: float
+
+    @property
+    def fullest(self) -> Compared:
+        """The rank with the largest peak."""
+        return max(self.ranks, key=lambda compared: compared.run.peak)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fullest rank's figures, and those of all of them under `ranks`."""
+        return {
+            "plan": str(self.setup.plan),
+            "world": self.setup.plan.world,
+            **self.fullest.as_json(),
+            "ranks": [compared.as_json() for compared in self.ranks],
+            "seconds": self.seconds,
+        }
+
+
+def dryrun(
+    setup: Setup,
+    *,
+    rank: int | None = None,
+    all_stages: bool = False,
+    workers: int | None = None,
+    timeout_s: float = 3600.0,
+) -> DryRun:
+    """The real training step of `rank` (0) on tensors without data: its peak memory, collectives and FLOPs.
+
+    Of a world of any size, on this machine; with `all_stages` one rank of every position of the pipeline. Beside
+    each stands what the closed forms say. A plan need not fit on its devices: that is what a dry run shows.
+    Raises `Refused` with everything else that forbids running the plan.
+    """
+    started = time.monotonic()
+    from shardsmith.layout.check import MEMORY, check
+
+    raise_errors([fault for fault in check(setup, running=True) if fault.code != MEMORY.code])
+    raise_errors(_dry_faults(setup, rank))
+    _require_torch("dryrun")
+    from shardsmith.design.footprint.record import computed
+    from shardsmith.engine.dryrun.run import dry_run
+    from shardsmith.plan.mesh import positions
+
+    ranks = positions(setup.plan) if all_stages else (rank or 0,)
+    found = dry_run(setup, ranks, workers=workers, timeout_s=timeout_s)
+    compared = tuple(Compared(run=record, model=computed(setup, record.rank)) for record in found)
+    return DryRun(setup=setup, ranks=compared, seconds=time.monotonic() - started)
+
+
+def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
+    """What a dry run in particular cannot do."""
+    plan, model, faults = setup.plan, setup.model, []
+    if rank is not None and not 0 <= rank < plan.world:
+        message = f"rank {rank} is not one of the plan's {plan.world} ranks"
+        said = setup.said("plan.pipeline", "plan.data", "plan.tensor")
+        faults.append(NO_SUCH_RANK.fault(message, ("--rank", f"rank = {rank}"), *said, hint=f"0 to {plan.world - 1}"))
+    if plan.compile:
+        message = "a compiled block has no operators to follow"
+        faults.append(DRY_COMPILE.fault(message, *setup.said("plan.compile"), hint="compile = false"))
+    if plan.overlap:
+        message = "collectives would run beside computation"
+        faults.append(DRY_OVERLAP.fault(message, *setup.said("plan.overlap"), hint="leave overlap out"))
+    if model.dropout or model.attention_dropout:
+        said = setup.said("model.dropout", "model.attention_dropout")
+        faults.append(
+            DRY_DROPOUT.fault("the model drops activations", *said, hint="dropout = 0, attention_dropout = 0")
+        )
+    return faults
 
 
 @dataclass(frozen=True, kw_only=True)

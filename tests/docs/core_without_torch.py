@@ -53,6 +53,8 @@ def prove():
     assert abs(json.loads(run(*SCHEDULE))["bubble_of_step"] - 3 / 11) < 1e-9  # (P - 1) / (m + P - 1)
     (refused,) = json.loads(run("verify", "--plan", "tensor=2", "--json", exit_code=1))["errors"]
     assert refused["code"] == "X201", refused
+    (refused,) = json.loads(run("dryrun", "--plan", "tensor=2", "--json", exit_code=1))["errors"]
+    assert refused["code"] == "X201", refused
     loaded = [name for name in EXTRAS if sys.modules.get(name)]
     assert not loaded, f"the core loaded {loaded}"
     return len(core_modules()), len(VERBS)

@@ -20,12 +20,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardsmith.engine.dataset.batches import Synthetic, batches_of
-from shardsmith.engine.parallel.data import IN_FLIGHT
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.train.stage_work import StageWork
 from shardsmith.engine.train.step import Trainer
-from shardsmith.layout.axes.data import states
+from shardsmith.layout.axes.data import IN_FLIGHT, states
 from shardsmith.layout.shards import rank_states
 from shardsmith.plan.file import make_setup
 from shardsmith.plan.setup import Setup

@@ -10,6 +10,7 @@ VERBS = {
     "check": "Check a plan file (or a plan in one line): every fault at once, with legal neighbours.",
     "convert": "Convert weights: a Hugging Face folder to the folder of a run, or back.",
     "demo": "The whole tour: real text, a 3-D plan on 8 local ranks, a parity certificate, a timeline.",
+    "dryrun": "Run one real step of a rank of any world on tensors without data: memory, collectives, FLOPs.",
     "explain": "Explain an error or warning code.",
     "plan": "Find the best way to split a training run over a cluster, and say why.",
     "generate": "Let trained weights go on with a text.",

@@ -147,3 +147,10 @@ def expert_groups(plan: Plan, *axes: str) -> tuple[tuple[int, ...], ...]:
         fixed = tuple(value for axis, value in zip(ExpertCoord._fields, place, strict=True) if axis not in axes)
         found.setdefault((coord.pipeline, *fixed), []).append((tuple(getattr(place, a) for a in axes), rank))
     return tuple(tuple(rank for _, rank in sorted(members)) for members in found.values())
+
+
+def positions(plan: Plan) -> tuple[int, ...]:
+    """One global rank of every position of the pipeline: coordinate 0 on all other axes."""
+    mesh = mesh_of(plan)
+    origin = Coord(pipeline=0, replicate=0, shard=0, context=0, tensor=0)
+    return tuple(mesh.rank(origin._replace(pipeline=at)) for at in range(plan.pipeline))

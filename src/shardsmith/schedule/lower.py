@@ -17,6 +17,7 @@ that made it and the one that uses it.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -152,3 +153,15 @@ def _weave(
         if sends or receives:
             steps.append(Exchange(sends=tuple(sends), receives=tuple(receives)))
     return tuple(steps)
+
+
+def reduced(steps: Sequence[Step]) -> set[Action]:
+    """The actions of one rank directly behind which their stage's gradients are reduced."""
+    found: set[Action] = set()
+    latest: dict[int, Action] = {}
+    for step in steps:
+        if isinstance(step, Action):
+            latest[step.stage] = step
+        elif isinstance(step, Reduce):
+            found.add(latest[step.stage])
+    return found

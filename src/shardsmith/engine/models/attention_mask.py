@@ -22,13 +22,17 @@ def attention_mask(
         window = None
     if documents_BS is None and window is None:
         return None
-    place = torch.arange(length, device=device)
-    behind = place[:, None] - place[None, :]
-    seen = behind >= 0
+    query, key = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)[None, :]
+    seen = key <= query
     if window is not None:
-        seen = seen & (behind < window)
+        seen &= key > query - window
     mask = seen[None, None]
     if documents_BS is not None:
         assert documents_BS.shape[1] == length, f"documents {tuple(documents_BS.shape)} of {length} positions"
         mask = mask & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
     return mask
+
+
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """`mask` as what is added to scores: 0 where it is True, else -inf; made once for all layers that use it."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)

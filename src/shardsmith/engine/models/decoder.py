@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardsmith.engine.models.activation import swiglu
-from shardsmith.engine.models.attention_mask import attention_mask
+from shardsmith.engine.models.attention_mask import added, attention_mask
 from shardsmith.engine.models.experts import MoE
 from shardsmith.engine.models.norm import RMSNorm
 from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations, score_factor
@@ -46,12 +46,12 @@ GELU: dict[str, Callable[..., Tensor]] = {
 class Surroundings:
     """What a block needs beside its input.
 
-    `rotation`: cosines and sines of the positions where they are rotary. `mask`: who attends to whom (see
-    `attention_mask`), None for plain causal attention. `view`: who attends to whom where the sequence is cut over
-    the context axis, None where it is whole. `noise`: dropout masks of the layer, None where nothing is dropped.
-    `routing`: where routers note what they did, None where nothing is trained. `places`: places in the sequence of
-    this rank's rows, all of it in order where None.
-    `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
+    `rotation`: cosines and sines of the positions where they are rotary. `mask`: what is added to scores so that
+    only those count that should (see `attention_mask`), None for plain causal attention. `view`: who attends to whom
+    where the sequence is cut over the context axis, None where it is whole. `noise`: dropout masks of the layer, None
+    where nothing is dropped. `routing`: where routers note what they did, None where nothing is trained. `places`:
+    places in the sequence of this rank's rows, all of it in order where None. `cheap` calls a function whose output
+    may be made again in backward (see `runtime/recompute.py`).
     """
 
     rotation: tuple[Tensor, Tensor] | None = None
@@ -147,9 +147,8 @@ class Attention(nn.Module):
         heads, length = q.shape[1], q.shape[2]
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        scores = (q @ k.transpose(2, 3)) * self.scale
-        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            mask = added(torch.ones(length, length, dtype=torch.bool, device=q.device).tril(), q.dtype)
+        shares = ((q @ k.transpose(2, 3)) * self.scale + mask).softmax(-1)
         return noise.drop_probabilities(shares, self.dropout, self._first_head(heads)) @ v
 
     def _dropped(self, noise: Noise | None, heads: int) -> Dropped | None:
@@ -244,8 +243,7 @@ class Block(nn.Module):
         """[S, B, D] -> [S, B, D]."""
         if "half_microbatches" in self.mlp.seam.overlap and x_SBD.shape[1] % 2 == 0:
             return self._in_halves(x_SBD, around)
-        attended = self.attention(around.cheap(self.norm1, x_SBD), around)
-        x_SBD = x_SBD + self._dropped(attended, around, "attention")
+        x_SBD = x_SBD + self._dropped(self.attention(around.cheap(self.norm1, x_SBD), around), around, "attention")
         out: Tensor = x_SBD + self._dropped(self.mlp(around.cheap(self.norm2, x_SBD), around), around, "mlp")
         return out
 
@@ -282,6 +280,7 @@ class Stage(nn.Module):
         self.recompute: Recompute = "none"
         self.compiled = False
         self.loss_chunk: int | None = None
+        self._kept_mask: tuple[tuple[int, torch.dtype, torch.device], Tensor | None] | None = None
         if stage.embedding or (stage.head and spec.tied):
             self.embedding = Table(spec.vocab, spec.hidden)
             self.embedding.shared = stage.embedding and stage.head and spec.tied
@@ -336,7 +335,7 @@ class Stage(nn.Module):
         if self.inverse is not None and self.stage.layers:
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
-        seen = self._seen(positions_SB, documents_BS)
+        seen = self._seen(positions_SB, documents_BS, x.dtype)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
             drops = None if noise is None else noise.of(layer)
             around = Surroundings(rotation=rotation, noise=drops, routing=routing, **seen)
@@ -362,13 +361,25 @@ class Stage(nn.Module):
         group = self.head_seam.group if table.split else None
         return token_losses(left.flatten(0, 1), labels_SB.flatten(), table.first, group).sum()
 
-    def _seen(self, positions_SB: Tensor, documents_BS: Tensor | None) -> dict[str, Any]:
+    def _seen(self, positions_SB: Tensor, documents_BS: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
         """Who attends to whom, for `Surroundings`."""
         rows, window = len(positions_SB), self.spec.window
         if self.parts is not None:
             held = [torch.arange(r.start, r.stop, device=positions_SB.device) for r in self.parts.places(rows)]
             return {"view": self.parts.view(rows, documents_BS, window), "places": torch.cat(held)}
-        return {"mask": attention_mask(rows, device=positions_SB.device, documents_BS=documents_BS, window=window)}
+        return {"mask": self._mask(rows, dtype, positions_SB.device, documents_BS) if self.stage.layers else None}
+
+    def _mask(
+        self, length: int, dtype: torch.dtype, device: torch.device, documents_BS: Tensor | None
+    ) -> Tensor | None:
+        """The mask of a pass; one that does not depend on the documents is kept for all passes."""
+        if documents_BS is not None:
+            mask = attention_mask(length, device=device, documents_BS=documents_BS, window=self.spec.window)
+            return None if mask is None else added(mask, dtype)
+        if self._kept_mask is None or self._kept_mask[0] != (length, dtype, device):
+            mask = attention_mask(length, device=device, window=self.spec.window)
+            self._kept_mask = (length, dtype, device), None if mask is None else added(mask, dtype)
+        return self._kept_mask[1]
 
     def _run(self, block: Block, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """One block, its activations kept or not."""

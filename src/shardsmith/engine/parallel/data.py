@@ -23,11 +23,8 @@ from torch import Tensor, nn
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.packing import Packing, flat_views, rows_first, rows_of, shape_rows_first
 from shardsmith.engine.runtime.units import Unit, gather
-from shardsmith.layout.axes.data import buckets, data_rows
+from shardsmith.layout.axes.data import IN_FLIGHT, buckets, data_rows
 from shardsmith.units import MIB
-
-IN_FLIGHT = 2
-"""Reductions of one stage that may be under way at once, where each holds a buffer of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shardsmith.schedule.ir import Action, Kind
-from shardsmith.schedule.lower import Exchange, Payload, Reduce, Reshard, Step, Unshard
+from shardsmith.schedule.lower import Exchange, Payload, Reduce, Reshard, Step, Unshard, reduced
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Interpreter(Generic[T]):
         self._received = {
             Key(t.payload, t.stage, t.microbatch) for s in steps if isinstance(s, Exchange) for t in s.receives
         }
-        self._reduced = _reduced(self.steps)
+        self._reduced = reduced(self.steps)
 
     def run(self, work: Work[T], transport: Transport[T]) -> None:
         """Perform one training step."""
@@ -114,15 +114,3 @@ def _produces(action: Action, stages: int) -> Key | None:
     if action.kind in (Kind.B, Kind.I) and action.stage > 0:
         return Key(Payload.GRADIENT, action.stage, action.microbatch)
     return None
-
-
-def _reduced(steps: Sequence[Step]) -> set[Action]:
-    """The actions directly behind which their stage's gradients are reduced."""
-    found: set[Action] = set()
-    latest: dict[int, Action] = {}
-    for step in steps:
-        if isinstance(step, Action):
-            latest[step.stage] = step
-        elif isinstance(step, Reduce):
-            found.add(latest[step.stage])
-    return found

@@ -309,7 +309,8 @@ def _weight_gradients(ctx: Any, x: Tensor, rows: list[Tensor], again: Waiting | 
     if any(h.shared for h in ctx.holders) and not deferring:
         full = _rows(entered(x, ctx.seam, "backward") if again is None else again())
         return tuple(g.t().matmul(full) for g in rows)
-    compute = _accumulation(x, rows, [h.weight for h in ctx.holders], ctx.seam, again)
+    # Detached: what waits for its weight gradient would otherwise keep the graph behind it, and the stage's input.
+    compute = _accumulation(x.detach(), rows, [h.weight for h in ctx.holders], ctx.seam, again)
     if deferring:
         ctx.queue.pending.append(compute)
     else:

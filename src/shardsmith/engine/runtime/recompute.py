@@ -50,13 +50,13 @@ class Cookbook:
     """Outputs of cheap functions in one layer's forward; whoever saves one of them saves its recipe."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, Function, tuple[Tensor, ...]]] = {}
+        self._made: dict[tuple[int, int], tuple[Tensor, Function, tuple[Tensor, ...]]] = {}
 
     def cheap(self, function: Function, *inputs: Tensor) -> Tensor:
         """`function(*inputs)`, which can be made again from `inputs`."""
         out = function(*inputs)
-        # The output itself is held until the layer is over, so that its address names nothing else meanwhile.
-        self._made[out.data_ptr()] = (out, function, tuple(x.detach() for x in inputs))
+        # The output itself is held until the layer is over, so that its place names nothing else meanwhile.
+        self._made[_place(out)] = (out, function, tuple(x.detach() for x in inputs))
         return out
 
     @contextmanager
@@ -67,11 +67,16 @@ class Cookbook:
         self._made.clear()
 
     def _pack(self, saved: Tensor) -> Tensor | Recipe:
-        made = self._made.get(saved.data_ptr())
+        made = self._made.get(_place(saved))
         if made is None or not saved.numel() or saved.numel() != made[0].numel() or not saved.is_contiguous():
             return saved
         _, function, inputs = made
         return Recipe(function, inputs, saved.shape)
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    """Which storage a tensor lies in, and where it begins there (tensors without data have no address)."""
+    return x.untyped_storage()._cdata, int(x.storage_offset())
 
 
 def _unpack(kept: Tensor | Recipe) -> Tensor:

@@ -54,10 +54,11 @@ class _Chunked(torch.autograd.Function):
         logs = torch.empty(len(full), dtype=total.dtype, device=x.device)
         for part in _parts(len(full), chunk):
             logits, local, here = _logits(full[part], weight, labels[part], head.first)
-            logs[part] = _log_sums(logits, group)
             target = torch.zeros_like(logs[part])
             if logits.shape[1]:
                 target = torch.where(here, logits.gather(1, local[:, None])[:, 0], target)
+            logs[part] = _log_sums(logits, group)
+            del logits  # before the next chunk has its own
             if group is not None:
                 group.all_reduce(target, "loss_sums")
             total += torch.where(labels[part] != IGNORED, logs[part] - target, torch.zeros_like(target)).sum()
@@ -73,21 +74,24 @@ class _Chunked(torch.autograd.Function):
         grad_full = torch.empty_like(full)
         grad_w = None if deferring else torch.zeros_like(weight)
 
+        def by_logits(rows: Tensor, part: slice) -> Tensor:
+            logits, local, here = _logits(rows[part], weight, labels[part], ctx.head.first)
+            scale = grad * (labels[part] != IGNORED)
+            found = logits.sub_(logs[part, None]).exp_().mul_(scale[:, None])
+            if found.shape[1]:
+                found.scatter_add_(1, local[:, None], (-scale * here)[:, None])
+            return found.to(weight.dtype)
+
         def each(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-            for part in _parts(len(labels), ctx.chunk):
-                logits, local, here = _logits(rows[part], weight, labels[part], ctx.head.first)
-                scale = grad * (labels[part] != IGNORED)
-                found = (logits - logs[part, None]).exp_().mul_(scale[:, None])
-                if found.shape[1]:
-                    found.scatter_add_(1, local[:, None], (-scale * here)[:, None])
-                yield part, found.to(weight.dtype)
+            return ((part, by_logits(rows, part)) for part in _parts(len(labels), ctx.chunk))
 
         for part, grad_logits in each(full):
             torch.matmul(grad_logits, weight, out=grad_full[part])
             if grad_w is not None:
                 grad_w.addmm_(grad_logits.t(), full[part])
+            del grad_logits  # before the next chunk has its own
         if deferring:
-            ctx.queue.pending.append(_deferred(ctx.head.weight, x, ctx.seam, each))
+            ctx.queue.pending.append(_deferred(ctx.head.weight, x.detach(), ctx.seam, each))
         grad_x = entered_backward(grad_full.view(-1, *x.shape[1:]), ctx.seam)
         return grad_x, grad_w, None, None, None, None, None
 
@@ -103,6 +107,7 @@ def _deferred(
         grad = torch.zeros_like(parameter)
         for part, grad_logits in each(full):
             grad.addmm_(grad_logits.t(), full[part])
+            del grad_logits
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             hook(parameter)
@@ -119,12 +124,12 @@ def _logits(rows: Tensor, weight: Tensor, labels: Tensor, first: int) -> tuple[T
 
 
 def _log_sums(logits: Tensor, group: Group | None) -> Tensor:
-    """Logarithm of the sum of exponentials over the full vocabulary, [n]."""
+    """Logarithm of the sum of exponentials over the full vocabulary, [n]; may overwrite `logits`."""
     if group is None:
         return logits.logsumexp(-1)
     peak = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     group.all_reduce(peak, "loss_max", dist.ReduceOp.MAX)
-    total = (logits - peak[:, None]).exp_().sum(-1)
+    total = logits.sub_(peak[:, None]).exp_().sum(-1)
     return group.all_reduce(total, "loss_sums").log_().add_(peak)
 
 

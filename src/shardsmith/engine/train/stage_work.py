@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
@@ -19,8 +20,10 @@ from shardsmith.schedule.ir import Action, Kind
 
 
 class _Live(NamedTuple):
+    """The ends of one forward pass: its input, and where backward begins (the loss, or the output without its data)."""
+
     entered: Tensor | None
-    left: Tensor
+    left: Tensor | GradientEdge
 
 
 class StageWork:
@@ -119,7 +122,9 @@ class StageWork:
                 self.loss_sums[action.microbatch] = loss.detach()
                 left = loss * (self.loss_scale / self.tokens)
         if self.training:
-            self._live[action.stage, action.microbatch] = _Live(entered, left)
+            # What a stage passes on it does not need itself: kept, it would cost a message for each live microbatch.
+            end = left if stage.stage.head else get_gradient_edge(left)
+            self._live[action.stage, action.microbatch] = _Live(entered, end)
         return None if stage.stage.head else left.detach()
 
     def _routing(self, microbatch: int) -> Routing | None:
@@ -148,5 +153,6 @@ class StageWork:
         return None if entered is None else entered.grad
 
     def _weights(self, action: Action, incoming: Tensor | None) -> None:
-        for compute in self._deferred.pop((action.stage, action.microbatch)):
-            compute()
+        pending = self._deferred.pop((action.stage, action.microbatch))
+        while pending:
+            pending.pop(0)()  # and with it goes what that one gradient was made from

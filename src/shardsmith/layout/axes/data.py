@@ -46,6 +46,10 @@ ZERO_WITHOUT_SHARDS = Code(
 )
 
 
+IN_FLIGHT = 2
+"""Reductions of one stage that may be under way at once, where each holds a buffer of its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class States:
     """Bytes that a rank keeps between steps, by kind."""

@@ -156,7 +156,7 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
         found.append(calls("all_gather", "head_backward", int(sp)))
         if sp and plan.loss_chunk is not None:
             # Logits are made again for the input gradient, and once more where the weight gradient waits.
-            apart = _split_backwards(setup, stage)
+            apart = split_backwards(setup, stage)
             found.append(replace(calls("all_gather", "head_backward", 0), count=apart, bytes=apart * size))
         # Logits are softmaxed in float32 or wider: the largest per token, then sum of exponentials and target logit.
         tokens = batch.microbatch * setup.workload.seq_len // plan.context
@@ -254,7 +254,7 @@ def _latent_enter(model: ModelSpec, sp: bool) -> list[LayerCall]:
     return found if latent.q_rank else found + _enter(model.hidden, sp)
 
 
-def _split_backwards(setup: Setup, stage: Stage) -> int:
+def split_backwards(setup: Setup, stage: Stage) -> int:
     """How many microbatches go backward through `stage` in two halves."""
     order = orders.build(
         setup.plan.schedule,

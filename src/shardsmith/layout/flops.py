@@ -1,0 +1,51 @@
+"""FLOPs of one rank in one training step of our own engine, by the same counting as `specs/flops.py`.
+
+2 m k n for a product of (m, k) with (k, n), twice that backward, once more where it is recomputed. What a rank
+multiplies follows from its shards: heads that several ranks copy count on each of them. Scores count in full where
+the kernel is given a mask, and half where it is told to be causal.
+"""
+
+from __future__ import annotations
+
+from shardsmith.layout.axes.tensor import split_backwards
+from shardsmith.layout.shards import TIED, stage_shards
+from shardsmith.plan.batch import batching
+from shardsmith.plan.mesh import mesh_of
+from shardsmith.plan.setup import Setup
+from shardsmith.plan.stages import Stage, stages
+
+
+def rank_flops(setup: Setup, rank: int) -> dict[str, int]:
+    """FLOPs of global `rank` in one step of a legal, settled plan: `linear` (matrices) and `scores` (attention)."""
+    plan, model = setup.plan, setup.model
+    coord = mesh_of(plan).coord(rank)
+    cut = batching(plan, setup.workload)
+    tokens = cut.microbatches * cut.microbatch * setup.workload.seq_len
+    linear = scores = 0
+    passes = 4 if plan.recompute == "full" else 3
+    for stage in stages(plan, model):
+        if stage.rank != coord.pipeline:
+            continue
+        for held in stage_shards(setup, stage, coord):
+            weight = held.weight
+            if weight.layer is not None and len(weight.shape) > 1:
+                linear += 2 * held.shard.numel * tokens * passes
+            elif stage.head and (weight.role == "head" or (weight.name == TIED and model.tied)):
+                linear += 2 * held.shard.numel * _head_tokens(setup, stage, tokens)
+        scores += len(stage.layers) * passes * _scores(setup) * tokens
+    return {"linear": linear, "scores": scores}
+
+
+def _scores(setup: Setup) -> int:
+    """FLOPs of one layer's attention products forward, per token: channels of queries and values times keys met."""
+    model, length = setup.model, setup.workload.seq_len
+    masked = (model.window is not None and model.window < length) or model.attention_dropout > 0
+    return (2 if masked else 1) * length * (model.heads // setup.plan.tensor) * 2 * model.head_dim
+
+
+def _head_tokens(setup: Setup, stage: Stage, tokens: int) -> int:
+    """Tokens that meet the head, each as often as it does: 3 times, and for each time that logits are made again."""
+    if setup.plan.loss_chunk is None:
+        return 3 * tokens
+    each = tokens // batching(setup.plan, setup.workload).microbatches
+    return 4 * tokens + split_backwards(setup, stage) * each

@@ -387,7 +387,7 @@ TOO_MANY_RANKS = Code(
     because=f"verify forks every rank of the plan's world here, up to {MOST_VERIFIED_RANKS}",
 )
 TOO_NARROW = Code(
-    code="X204",
+    code="X208",
     title="dtype too narrow to prove a plan in",
     because="sums in another order differ by the rounding of the dtype, and that of 16 bits is as large as an error "
     "in a gradient: equal and unequal could not be told apart",
@@ -428,7 +428,7 @@ def verify(
 
     Runs the plan's true degrees up to 16 ranks; `shrunk` proves a small model under the same kind of plan;
     `packed` puts several documents into each sequence. Computed is in float64 or float32: a setup in a narrower
-    dtype is proven in float32, unless that dtype was asked of this very call (X204).
+    dtype is proven in float32, unless that dtype was asked of this very call (X208).
     Raises `Refused` with everything that forbids running the plan.
     """
     _require_sound(setup)

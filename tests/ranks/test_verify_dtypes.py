@@ -28,7 +28,7 @@ def said(*words: object) -> tuple[int, str]:
 def test_a_narrow_dtype_that_is_asked_for_is_refused_at_once(dtype: str) -> None:
     code, text = said("verify", "--plan", "data=2", "--dtype", dtype)
     assert code == 1
-    assert f"error[X204]: a plan cannot be proven in {dtype}" in text
+    assert f"error[X208]: a plan cannot be proven in {dtype}" in text
     assert "hint: --dtype float64" in text
 
 

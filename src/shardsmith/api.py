@@ -414,6 +414,12 @@ DRY_OVERLAP = Code(
     title="dry run with overlap inside a layer",
     because="what overlapped collectives hold while they are under way is in no closed form yet",
 )
+DRY_AXIS = Code(
+    code="X209",
+    title="dry run of context ranks, experts or latent attention",
+    because="the closed forms that a dry run is held against do not hold what ring buffers, dispatched tokens and "
+    "latents take, and figures that nothing confirms are worth nothing",
+)
 DRY_DROPOUT = Code(
     code="X206",
     title="dry run with dropout",
@@ -512,6 +518,13 @@ def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
     if plan.overlap:
         message = "collectives would run beside computation"
         faults.append(DRY_OVERLAP.fault(message, *setup.said("plan.overlap"), hint="leave overlap out"))
+    if plan.context > 1:
+        message = f"context = {plan.context} cuts the sequence"
+        faults.append(DRY_AXIS.fault(message, *setup.said("plan.context"), hint="context = 1"))
+    for part in ("experts", "latent"):
+        if getattr(model, part) is not None:
+            said = (setup.origin(f"model.{part}"), f"[{part}]")
+            faults.append(DRY_AXIS.fault(f"{model.name} is no dense model", said, hint="a model such as llama3-8b"))
     if model.dropout or model.attention_dropout:
         said = setup.said("model.dropout", "model.attention_dropout")
         faults.append(

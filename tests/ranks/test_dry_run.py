@@ -208,6 +208,7 @@ def test_the_verb_prints_both_sides() -> None:
 
 
 REFUSED: dict[str, tuple[str, ...]] = {
+    "X209": ("--plan", "context=2"),
     "X204": ("--plan", "tensor=2", "--rank", "2"),
     "X205": ("--plan", "compile=true"),
     "X207": ("--plan", "tensor=2,overlap=weight_gradient"),

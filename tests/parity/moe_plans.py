@@ -187,4 +187,25 @@ EIGHT = (
     ),
 )
 
-MOE_TABLE = (*ONE_RANK, *AXES, *FAMILIES, *SCHEDULES, *ZERO, *SAVERS, *CAPACITY, *FLOAT32, *TRIPLES, *CONTEXT, *EIGHT)
+LARGE = "pipeline=16,data=32,expert=64,tensor=4,zero=1,schedule=dualpipe_v,microbatches=32"
+SHRUNK = (
+    Row(
+        name="deepseek-v3 on 2048 ranks, shrunk",
+        setup=shrink(make_setup(plan=LARGE, model="deepseek-v3", seq_len=4096, global_batch=1024)),
+    ),
+)
+
+MOE_TABLE = (
+    *ONE_RANK,
+    *AXES,
+    *FAMILIES,
+    *SCHEDULES,
+    *ZERO,
+    *SAVERS,
+    *CAPACITY,
+    *FLOAT32,
+    *TRIPLES,
+    *CONTEXT,
+    *EIGHT,
+    *SHRUNK,
+)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plans import LLAMA, row
+from plans import LLAMA, Row, row
 
+from shardsmith.plan.file import make_setup
+from shardsmith.plan.shrink import shrink
 from shardsmith.specs.model import Experts, Latent, ModelSpec
 
 MIXTRAL = LLAMA.with_(name="mixtral", layers=2, experts=Experts(count=4, top_k=2, ffn=12, aux_loss=0.3, z_loss=0.2))

@@ -155,7 +155,8 @@ def test_shrinking_keeps_the_kind_of_mixture(model: str, line: str) -> None:
     assert small.plan.world <= 16
     assert (small.plan.expert > 1, small.plan.expert_tensor > 1) == (plan.expert > 1, plan.expert_tensor > 1)
     before, after = found.model.experts, small.model.experts
-    assert before is not None and after is not None, "models with experts"
+    assert before is not None, "a model with experts"
+    assert after is not None, "a model with experts"
     for key in ("score", "normalise", "scale", "shared_gate", "balance", "aux_loss"):
         assert getattr(after, key) == getattr(before, key), key
     for key in ("groups", "shared_ffn", "first_dense"):

@@ -10,6 +10,7 @@ import click
 
 from shardsmith.cli.common import Answer
 from shardsmith.plan.file import DEFAULT_MODEL, DEFAULT_SEQ_LEN, make_setup
+from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Dtype
 
 OPTIONS = (
@@ -20,9 +21,16 @@ OPTIONS = (
     click.option("--global-batch", type=int, help="Sequences of a step (without a file: 2 x pipeline a data rank)."),
     click.option("--cluster", help="Preset or TOML file (default: local)."),
     click.option("--nodes", type=int, help="Nodes of the cluster."),
-    click.option("--dtype", type=click.Choice(get_args(Dtype)), help="Dtype of the computation (default: float32)."),
+    click.option("--dtype", metavar="|".join(get_args(Dtype)), help="Dtype of the computation (default: float32)."),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        help="Lay a value over all else: plan.tensor=2.",
+    ),
 )
-KEYS = ("file", "plan", "model", "seq_len", "global_batch", "cluster", "nodes", "dtype")
+KEYS = ("file", "plan", "model", "seq_len", "global_batch", "cluster", "nodes", "dtype", "overrides")
 """Names under which a verb receives the options above; `make_setup` takes the same."""
 
 
@@ -31,6 +39,14 @@ def plan_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
     for option in reversed(OPTIONS):
         function = option(function)
     return function
+
+
+def priced_setup(options: dict[str, Any]) -> Setup:
+    """The setup that the options state; a dtype that nobody states is bfloat16 on a cluster with figures."""
+    setup = make_setup(**options)
+    if options["dtype"] is None and "workload.dtype" not in setup.origins and setup.cluster.device.peak_tflops:
+        setup = make_setup(**options | {"dtype": "bfloat16"})
+    return setup
 
 
 def setup_options(function: Callable[..., Answer]) -> Callable[..., Answer]:

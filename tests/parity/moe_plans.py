@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plans import LLAMA, row
+from plans import LLAMA, Row, row
 
+from shardsmith.plan.file import make_setup
+from shardsmith.plan.shrink import shrink
 from shardsmith.specs.model import Experts, Latent, ModelSpec
 
 MIXTRAL = LLAMA.with_(name="mixtral", layers=2, experts=Experts(count=4, top_k=2, ffn=12, aux_loss=0.3, z_loss=0.2))
@@ -187,4 +189,25 @@ EIGHT = (
     ),
 )
 
-MOE_TABLE = (*ONE_RANK, *AXES, *FAMILIES, *SCHEDULES, *ZERO, *SAVERS, *CAPACITY, *FLOAT32, *TRIPLES, *CONTEXT, *EIGHT)
+LARGE = "pipeline=16,data=32,expert=64,tensor=4,zero=1,schedule=dualpipe_v,microbatches=32"
+SHRUNK = (
+    Row(
+        name="deepseek-v3 on 2048 ranks, shrunk",
+        setup=shrink(make_setup(plan=LARGE, model="deepseek-v3", seq_len=4096, global_batch=1024)),
+    ),
+)
+
+MOE_TABLE = (
+    *ONE_RANK,
+    *AXES,
+    *FAMILIES,
+    *SCHEDULES,
+    *ZERO,
+    *SAVERS,
+    *CAPACITY,
+    *FLOAT32,
+    *TRIPLES,
+    *CONTEXT,
+    *EIGHT,
+    *SHRUNK,
+)

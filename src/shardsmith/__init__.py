@@ -7,8 +7,11 @@ from shardsmith.api import (
     check,
     convert,
     demo,
+    draw,
     explain,
+    generate,
     prepare,
+    refit,
     search,
     serve,
     simulate,
@@ -46,15 +49,18 @@ __all__ = [
     "cluster_named",
     "convert",
     "demo",
+    "draw",
     "explain",
+    "generate",
     "loads",
     "make_setup",
     "model_named",
     "parse_plan_line",
     "prepare",
-    "search",
     "read_job",
     "read_setup",
+    "refit",
+    "search",
     "serve",
     "simulate",
     "solve",
@@ -63,3 +69,12 @@ __all__ = [
     "validate",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """`shardsmith.__version__`, looked up when it is asked for: the installed distribution says it."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("shardsmith")

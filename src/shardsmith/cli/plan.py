@@ -11,6 +11,7 @@ from rich.table import Table
 
 from shardsmith import api
 from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.serving import serving_options
 from shardsmith.specs.job import Dtype
 from shardsmith.units import GIB, format_seconds
 
@@ -25,8 +26,8 @@ MOST_NEIGHBOURS = 24
 @click.option("--model", required=True, help="Preset, TOML file or Hugging Face folder.")
 @click.option("--cluster", required=True, help="Preset or TOML file.")
 @click.option("--nodes", type=int, help="Nodes of the cluster (with --days: at most so many).")
-@click.option("--global-batch", type=int, required=True, help="Sequences of a step.")
-@click.option("--seq-len", type=int, required=True, help="Tokens of a sequence.")
+@click.option("--global-batch", type=int, help="Sequences of a step.")
+@click.option("--seq-len", type=int, help="Tokens of a sequence.")
 @click.option("--dtype", type=click.Choice(get_args(Dtype)), default="bfloat16", help="Dtype of the computation.")
 @click.option("--top", type=int, default=5, help="Combinations of degrees to rank.")
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help="Hold a plan field to one value (repeatable).")
@@ -40,8 +41,13 @@ MOST_NEIGHBOURS = 24
 @click.option("--explain", is_flag=True, help="Print what every change by one step would cost.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the best plan as a plan file.")
+@serving_options(training=("global_batch", "seq_len"))
 def command(out: Path | None, html: Path | None, explain: bool, **options: Any) -> Answer:
-    """Search all layouts of a model on a cluster, rank them, and say why."""
+    """Search all layouts of a model on a cluster, rank them, and say why.
+
+    Training needs --global-batch and --seq-len; with --serve the layouts are for inference, and --context and
+    --concurrency say what is served.
+    """
     found = api.search(
         options["model"],
         options["cluster"],

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.held import Share, held
 from shardsmith.design.cost.layouts import MOST_HIDDEN, PAIRED, Layouts, batch_of, layouts_of
-from shardsmith.design.cost.price import peak
+from shardsmith.design.cost.price import peak, rank_held
 from shardsmith.design.cost.step import Pass, compose, jitter, least, least_data, one_pass
 from shardsmith.design.planner.space import DEGREES, Index, Space
 from shardsmith.design.planner.tables import (
@@ -162,7 +162,8 @@ class Bounded:
         widths = float(DTYPE_BYTES[kinds.reduce]), float(DTYPE_BYTES[kinds.param])
         found = np.full(len(p), np.inf)
         for level in (1, 2, 3):
-            size = peak(s, self._most_sharded(p, float(level)), b, kinds)
+            # One rank suffices for a bound, and the first holds most of what is in flight.
+            size = rank_held(s, self._most_sharded(p, float(level)), b, kinds, "first").total
             seconds = least_data(b, s.constants, level, *widths)
             found = np.where(size <= self.limit, np.minimum(found, seconds), found)
         return found

@@ -21,7 +21,7 @@ from shardsmith.design.planner.result import Choice, Objective, SearchResult
 from shardsmith.design.planner.space import SHAPE, Space
 from shardsmith.design.planner.thumb import rule_notes
 from shardsmith.errors import Code, Fault, Refused, raise_errors
-from shardsmith.layout.check import context_faults
+from shardsmith.layout.check import length_faults
 from shardsmith.plan.batch import TOO_SMALL, divisors
 from shardsmith.plan.line import parse_plan_line, plan_table
 from shardsmith.plan.plan import Plan
@@ -141,7 +141,7 @@ def size_faults(q: Question) -> list[Fault]:
             faults.append(TOO_SMALL.fault(f"{key} = {figure:g} is not above 0", (option, f"{key} = {figure:g}")))
     if not faults:
         setup = Setup(model=q.model, workload=q.workload, cluster=q.cluster, plan=Plan())
-        faults += [fault for fault in context_faults(setup) if fault.severity == "error"]
+        faults += [fault for fault in length_faults(setup) if fault.severity == "error"]
     return faults
 
 

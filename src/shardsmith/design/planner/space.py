@@ -203,8 +203,15 @@ class Space:
                     yield index, each
 
     def _runs(self, index: int, pipeline: int, microbatches: int, each: int) -> bool:
-        schedule = orders.load(SCHEDULES[index])
-        return not schedule.faults(pipeline=pipeline, microbatches=microbatches, stages_per_rank=each, source="plan")
+        key = (index, pipeline, microbatches, each)
+        if key not in self._ran:
+            sizes = {"pipeline": pipeline, "microbatches": microbatches, "stages_per_rank": each}
+            self._ran[key] = not orders.load(SCHEDULES[index]).faults(**sizes, source="plan")
+        return self._ran[key]
+
+    @cached_property
+    def _ran(self) -> dict[tuple[int, int, int, int], bool]:
+        return {}
 
     def _hides(self, index: int, overlap: int) -> bool:
         """Whether these bits of overlap go with a schedule."""

@@ -65,12 +65,12 @@ def _below(space: Space, p: Layouts) -> Array:
     """Plans that each frame stands for."""
     keys = np.stack([p.tensor, p.context, p.data, p.pipeline, p.microbatches, p.expert * p.expert_tensor], axis=1)
     unique, place = distinct(keys)
-    counts = [
-        len(space.placements((t, c, d, n)))
-        * sum(len(space.pipelines(n, m, overlap)) for _, _, overlap in space.inner(t, c))
-        * len(space.sharding(t, c, d, e))
-        for t, c, d, n, m, e in unique.astype(int).tolist()
-    ]
+    ways: dict[tuple[int, int, int, int], int] = {}
+    counts = []
+    for t, c, d, n, m, e in unique.astype(int).tolist():
+        if (t, c, n, m) not in ways:
+            ways[t, c, n, m] = sum(len(space.pipelines(n, m, overlap)) for _, _, overlap in space.inner(t, c))
+        counts.append(len(space.placements((t, c, d, n))) * ways[t, c, n, m] * len(space.sharding(t, c, d, e)))
     return np.array(counts, dtype=float)[place]
 
 

@@ -96,8 +96,8 @@ def rule_notes(s: Subject, best: Choice, bounded: Bounded) -> tuple[RuleNote, ..
         found = bounded.best_where(partial(_otherwise, s, thumb, follows))
         verdict, against = ("followed", "otherwise") if follows else ("beaten", "by the rule")
         if found is None:
-            text = f"{thumb.says}: {verdict}; nothing that does {against} is legal and fits"
-            notes.append(RuleNote(rule=thumb.name, verdict="followed" if follows else "beaten", text=text))
+            text = f"{thumb.says}: nothing that does {against} is legal and fits"
+            notes.append(RuleNote(rule=thumb.name, verdict="followed" if follows else "does not apply", text=text))
             continue
         p, seconds = found
         ratio = seconds / best.estimate.step_time_s

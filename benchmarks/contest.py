@@ -16,17 +16,20 @@ class Layout:
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
+    ulysses: int = 1
     zero: int = 0
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def options(self) -> dict[str, int]:
         """What differs from one process: degrees above 1, and the level."""
-        every = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline, "zero": self.zero}
+        names = ("data", "tensor", "pipeline", "context", "ulysses", "zero")
+        every = {name: getattr(self, name) for name in names}
         return {key: value for key, value in every.items() if value != (0 if key == "zero" else 1)}
 
     @property
@@ -43,6 +46,8 @@ LAYOUTS = (
     Layout(name="data 2 with ZeRO-3", data=2, zero=3),
     Layout(name="tensor 2", tensor=2),
     Layout(name="pipeline 2", pipeline=2),
+    Layout(name="context 2", context=2),
+    Layout(name="context 2 with Ulysses", context=2, ulysses=2),
     Layout(name="data 2 x pipeline 2", data=2, pipeline=2),
     Layout(name="2 x 2 x 2", data=2, tensor=2, pipeline=2),
 )
@@ -55,6 +60,8 @@ REFERENCE: Pair = ("torch", LAYOUTS[1])
 
 def can(system: str, layout: Layout) -> bool:
     """Whether `system` offers `layout` on a CPU at all (what Shardsmith's engine can do is asked of the engine)."""
+    if layout.context > 1 and system != OURS:
+        return False  # torch's own has no CPU path, and megatron-core's needs an attention of another package
     if system == "deepspeed":
         pipelined = layout.pipeline > 1 and layout.zero == 0
         return layout.tensor == 1 and layout.world > 1 and (layout.pipeline == 1 or pipelined)

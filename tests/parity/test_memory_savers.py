@@ -9,7 +9,7 @@ import pytest
 import torch
 from plans import GPT, LLAMA, SEQ_LEN, TIED, Row, llama, row
 
-from shardsmith.engine.parity.certificate import SGD, _batches, certify
+from shardsmith.engine.parity.certificate import SGD, Case, _batches, certify
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.noise import noise_of
 from shardsmith.engine.train.step import Trainer
@@ -60,7 +60,7 @@ def test_compiled_blocks_trace_whole_and_compute_the_same(found: Row) -> None:
 
 def gradients(setup: Setup) -> list[bytes]:
     trainer = Trainer(setup, SGD, rank=torch.distributed.get_rank(), seed=3, device=torch.device("cpu"))
-    trainer.step(_batches(setup, 3, False).batch(0, trainer.data_index))
+    trainer.step(_batches(Case(setup=setup, steps=1, seed=3)).batch(0, trainer.data_index))
     return [g.numpy().tobytes() for g in trainer.gradients().values()]
 
 
@@ -75,7 +75,7 @@ def test_a30_recomputation_changes_no_bit(mode: str, model: object) -> None:
 def masks(setup: Setup) -> tuple[bytes, bytes]:
     """What residual and attention dropout make of ones on this rank, in its first microbatch."""
     trainer = Trainer(setup, SGD, rank=torch.distributed.get_rank(), seed=0, device=torch.device("cpu"))
-    batch = _batches(setup, 0, False).batch(0, trainer.data_index)[0]
+    batch = _batches(Case(setup=setup, steps=1)).batch(0, trainer.data_index)[0]
     noise = noise_of(0, 0, batch.samples, torch.device("cpu")).of(0)
     residual = noise.drop(torch.ones(16, 1, 4), 0.5, "mlp")
     heads = trainer.setup.model.heads // setup.plan.tensor

@@ -23,6 +23,8 @@ from shardsmith.specs.hf_config import from_hf_config
 from shardsmith.specs.model import ModelSpec
 
 LENGTH, SEQUENCES = 48, 2
+LOOP = {"experts_implementation": "eager"}
+"""Theirs by default takes no float64."""
 COMMON = {
     "vocab_size": 67, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
@@ -52,15 +54,50 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 100, "activation_function": "gelu"}),
 }
 
+LATENT = {
+    **COMMON, "num_key_value_heads": 6, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 10, "n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3,
+    "num_hidden_layers": 3, "first_k_dense_replace": 1,
+}  # fmt: skip
+MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
+FAMILIES |= {
+    "mixtral": ("mixtral", {**COMMON, "num_local_experts": 5, "sliding_window": 7}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {**COMMON, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {**COMMON, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+         "head_dim": 10},
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {**LATENT, "q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 1.7},
+    ),
+    "deepseek-v2-lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "rope_parameters": MSCALE}),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {**LATENT, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "rope_parameters": MSCALE},
+    ),
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _imports() -> None:
     """Import here what every child would import again."""
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2  # noqa: F401
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: F401
     from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.mistral import modeling_mistral  # noqa: F401
+    from transformers.models.mixtral import modeling_mixtral  # noqa: F401
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+    from transformers.models.qwen2_moe import modeling_qwen2_moe  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
 
 @contextmanager
@@ -78,10 +115,13 @@ def their_model(kind: str, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).double()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), **LOOP).double()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=float("norm" in name or "ln_" in name), std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     return model.eval()
 
 
@@ -119,8 +159,8 @@ def both_ways(kind: str, options: dict[str, Any], folder: Path, shard_bytes: int
     logits_BSV = module(tokens_SB, torch.arange(LENGTH)[:, None]).transpose(0, 1)
 
     ours.mkdir()
-    write_hugging_face(in_memory(source.model, dict(module.named_parameters())), ours, shard_bytes=shard_bytes)
-    again = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float64).eval()
+    write_hugging_face(in_memory(source.model, module.state_dict()), ours, shard_bytes=shard_bytes)
+    again = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float64, **LOOP).eval()
     kept = dict(model.named_parameters())
     assert kept.keys() == dict(again.named_parameters()).keys()
     assert from_hf_config(ours) == source.model.with_(name="ours")

@@ -18,7 +18,6 @@ from shardsmith import api
 from shardsmith.cli.main import main
 from shardsmith.errors import CODES, Fault
 from shardsmith.layout.axes.tensor import model_degrees
-from shardsmith.layout.capability import PLAN_FIELDS
 from shardsmith.layout.check import check, examine
 from shardsmith.layout.collectives import collectives
 from shardsmith.plan.file import make_setup
@@ -173,25 +172,20 @@ def test_each_rule_has_its_code(line: str, expected: list[str]) -> None:
 def test_everything_wrong_comes_at_once() -> None:
     line = "tensor=3,pipeline=5,data=7,zero=1,context=2,order=x"
     found = setup(line, model="tiny-gpt", cluster="h100", global_batch=256, seq_len=300, dtype="bfloat16")
-    assert codes(found) == ["B201", "B204", "H401", "H402", "P301", "T203", "T204", "T205", "X101"]
+    assert codes(found) == ["B201", "B204", "H401", "H402", "P301", "T203", "T204", "T205"]
 
 
-OTHER_VALUES = {
-    "context": "2",
-    "ulysses": "2",
-    "recompute": "full",
-    "overlap": "chunks",
-    "compile": "true",
-}
+def test_what_is_not_built_is_refused_for_a_run_and_a_warning_for_a_thought() -> None:
+    found = setup("", model="deepseek-v3")
+    faults, refusals = ([f for f in check(found, running=running) if f.code == "X101"] for running in (False, True))
+    assert {f.severity for f in faults} == {"warning"}
+    assert {f.severity for f in refusals} == {"error"}
+    assert all("mtp_layers = 1" in f.values[0][1] for f in faults)
 
 
-@pytest.mark.parametrize("key", PLAN_FIELDS)
-def test_what_is_not_built_is_refused_for_a_run_and_a_warning_for_a_thought(key: str) -> None:
-    found = setup(f"{key}={OTHER_VALUES[key]}")
-    (fault,) = check(found)
-    (refusal,) = check(found, running=True)
-    assert (fault.code, fault.severity, refusal.severity) == ("X101", "warning", "error")
-    assert f"{key} = " in fault.values[0][1]
+@pytest.mark.parametrize(("key", "code"), [("compile=true", "X106"), ("tensor=2,overlap=chunks", "T306")])
+def test_what_experts_cannot_be_combined_with(key: str, code: str) -> None:
+    assert [f.code for f in check(setup(key, model="tiny-moe"), running=True) if f.severity == "error"] == [code]
 
 
 def test_dtypes_that_waste_or_lose_what_they_hold() -> None:

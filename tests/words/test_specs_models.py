@@ -15,7 +15,7 @@ from shardsmith.specs.hf_config import from_hf_config
 from shardsmith.specs.hf_names import hf_tensors, located
 from shardsmith.specs.hf_write import to_hf_config
 from shardsmith.specs.library import model_named, model_names, model_origin, model_toml
-from shardsmith.specs.model import ModelSpec, RopeScaling, YarnScaling, parameter_count, weights
+from shardsmith.specs.model import ModelSpec, RopeScaling, YarnScaling, parameter_count, stored_weights, weights
 from shardsmith.specs.model_rules import model_faults
 
 COUNTS = {
@@ -324,9 +324,22 @@ def test_every_tensor_has_one_place_in_a_hugging_face_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(model_names()) - set(DENSE)))
-def test_a_model_with_experts_is_not_written_as_a_dense_one(name: str) -> None:
-    with pytest.raises(Refused, match=r"(?s)M205.*experts = "):
-        to_hf_config(model_named(name))
+def test_a_model_with_experts_is_read_back_as_it_was_written(name: str) -> None:
+    spec = model_named(name)
+    found = from_hf_config(json.loads(json.dumps(to_hf_config(spec)))).with_(name=name)
+    if isinstance(spec.rope_scaling, YarnScaling) and isinstance(found.rope_scaling, YarnScaling):
+        assert found.rope_scaling.score_factor == pytest.approx(spec.rope_scaling.score_factor, rel=1e-12)
+        found = found.with_(rope_scaling=spec.rope_scaling)
+    assert found == spec
+    tensors = hf_tensors(spec)
+    assert len({t.name for t in tensors}) == len(tensors)
+    assert {p.name for t in tensors for p in t.parts} == {w.name for w in stored_weights(spec)}
+
+
+def test_a_mixture_that_no_type_computes_is_not_written_as_another() -> None:
+    spec = model_named("mixtral-8x7b")
+    with pytest.raises(Refused, match=r"M205.*nearest is mixtral"):
+        to_hf_config(spec.with_(ffn=100))
 
 
 def test_names_of_gpt2_as_it_was_published() -> None:

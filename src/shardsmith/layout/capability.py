@@ -6,7 +6,6 @@ Whoever builds one of these removes its row.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from shardsmith.errors import Code, Fault
 from shardsmith.plan.setup import Setup
@@ -18,29 +17,27 @@ NOT_BUILT = Code(
     title="not built yet",
     because="the engine cannot do what this field asks for, and ignoring it would train another plan than this",
 )
-PLAN_FIELDS: dict[str, tuple[Any, str]] = {
-    "context": (1, "splitting the sequence of attention over ranks"),
-    "ulysses": (1, "exchanging heads for sequence in attention"),
-}
-"""Plan fields of which only one value is built: that value, and what any other would be."""
-
-
-MODEL_FIELDS = {"experts": "experts", "latent": "latent attention"}
-"""Parts of a model that can be planned but not trained yet."""
+COMPILED_EXPERTS = Code(
+    code="X106",
+    title="compile with experts or latent attention",
+    because="how many rows an expert gets is known only when tokens have chosen, and a block is compiled whole",
+)
 
 
 def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
     """Fields that ask for what is not built: errors before a run, warnings where a plan is only thought about."""
-    plan, faults = setup.plan, []
-    for key, (built, what) in PLAN_FIELDS.items():
-        if getattr(plan, key) != built:
-            hint = f"leave {key} out" if built in (None, ()) else f"{key} = {str(built).lower()}"
-            faults.append(NOT_BUILT.fault(f"{what} is not built yet", *setup.said(f"plan.{key}"), hint=hint))
-    for key, what in MODEL_FIELDS.items():
-        if getattr(setup.model, key) is not None:
-            message = f"training a model with {what} is not built yet"
-            said = (setup.origin(f"model.{key}"), f"[model.{key}]")
-            faults.append(NOT_BUILT.fault(message, said, hint="a dense model, such as llama3-8b"))
+    plan, model, faults = setup.plan, setup.model, []
+    if model.mtp_layers:
+        said = setup.said("model.mtp_layers")
+        message = "training layers that predict further tokens is not built yet"
+        faults.append(NOT_BUILT.fault(message, *said, hint="mtp_layers = 0: the model without them"))
+    for part in ("experts", "latent"):
+        if getattr(model, part) is None:
+            continue
+        has = (setup.origin(f"model.{part}"), f"[{part}]")
+        if plan.compile:
+            message = f"{model.name} cannot be compiled"
+            faults.append(COMPILED_EXPERTS.fault(message, *setup.said("plan.compile"), has, hint="compile = false"))
     faults += asynchronous_faults(setup)
     return faults if running else [replace(fault, severity="warning") for fault in faults]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardsmith.errors import Code, Fault, Refused
+from shardsmith.layout.axes.context import context_faults
 from shardsmith.layout.axes.data import data_faults
 from shardsmith.layout.axes.expert import expert_faults
 from shardsmith.layout.axes.tensor import model_degrees, tensor_faults
@@ -98,13 +99,13 @@ def examine(setup: Setup, *, running: bool = False) -> Checked:
         faults += stage_faults(setup)
     sound = not any(f.severity == "error" for f in faults)
     memory = stage_states(setup) if sound else ()
-    faults += [*world_faults(setup), *context_faults(setup), *memory_faults(setup, memory)]
+    faults += [*world_faults(setup), *length_faults(setup), *memory_faults(setup, memory)]
     return Checked(setup=setup, faults=(*faults, *able), memory=memory)
 
 
 def axis_faults(setup: Setup) -> list[Fault]:
     """What the degrees of the axes forbid, whatever the batch, the schedule and the cluster."""
-    return [*tensor_faults(setup), *data_faults(setup), *expert_faults(setup)]
+    return [*tensor_faults(setup), *context_faults(setup), *data_faults(setup), *expert_faults(setup)]
 
 
 def size_faults(setup: Setup) -> list[Fault]:
@@ -175,7 +176,7 @@ def _world_hint(setup: Setup, devices: int) -> str:
     return ", or ".join(hints) or f"degrees whose product is {devices}"
 
 
-def context_faults(setup: Setup) -> list[Fault]:
+def length_faults(setup: Setup) -> list[Fault]:
     """A sequence that is longer than the positions of the model."""
     model, seq_len = setup.model, setup.workload.seq_len
     if seq_len <= model.context:

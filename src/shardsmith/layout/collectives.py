@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardsmith.layout.axes.context import context_collectives
 from shardsmith.layout.axes.data import (
     UnitUse,
     data_collectives,
@@ -45,6 +46,7 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
         here = {h.weight.name: h for h in stage_shards(setup, stage, coord)}
         found += tensor_collectives(setup, stage)
         found += expert_collectives(setup, stage)
+        found += context_collectives(setup, stage)
         if has_tied_copies(setup, every) and TIED in here:
             tied[TIED] = here.pop(TIED)
             tied_uses += stage.embedding + 2 * stage.head

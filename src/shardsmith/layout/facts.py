@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-CommAxis = Literal["tensor", "pipeline", "data", "expert"]
+CommAxis = Literal["tensor", "pipeline", "data", "context", "expert"]
 CommKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
 
 
@@ -49,9 +49,8 @@ class CollectiveCount:
     """`count` calls of one kind on one axis for one purpose, in one training step of one rank.
 
     `bytes` is their payload summed over all calls: the full tensor for an all-reduce, the output of an
-    all-gather, the input of a reduce-scatter, the message of a send or receive. An all-to-all carries tokens
-    between the ranks that own them and those that work on them; its payload is the buffer on the owner's side,
-    which does not depend on where they go.
+    all-gather, the input of a reduce-scatter or all-to-all, the message of a send or receive. Where an all-to-all
+    carries tokens to experts, its payload is the buffer of the rank that owns them, wherever they go.
     """
 
     axis: CommAxis

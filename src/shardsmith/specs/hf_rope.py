@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardsmith.errors import Fault
@@ -45,11 +45,12 @@ def rope_table(data: Mapping[str, Any]) -> Any:
 
 
 def read_scaling(
-    data: Mapping[str, Any], context: int, source: str, faults: list[Fault]
+    data: Mapping[str, Any], context: int, source: str, faults: list[Fault], *, scores: bool = False
 ) -> RopeScaling | YarnScaling | None:
     """The frequency scaling of a config, None for plain rotary positions or with what is wrong added to `faults`.
 
-    `context` is the config's max_position_embeddings, which YaRN's original length defaults to.
+    `context` is the config's max_position_embeddings, which YaRN's original length defaults to. `scores`: the type
+    multiplies scores by what `mscale_all_dim` says (DeepSeek); other types leave it out.
     """
     rope = rope_table(data)
     where = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
@@ -66,7 +67,10 @@ def read_scaling(
         rope = {ORIGINAL: data[ORIGINAL], **rope}
     if kind == "llama3":
         return _llama3(rope, source, where, faults)
-    return _yarn(rope, context, source, where, faults) if kind == "yarn" else None
+    scaling = _yarn(rope, context, source, where, faults) if kind == "yarn" else None
+    if scaling is not None and scores and isinstance(rope.get("mscale_all_dim"), int | float):
+        return replace(scaling, score_factor=_mscale(scaling.factor, rope["mscale_all_dim"]) ** 2)
+    return scaling
 
 
 def write_scaling(spec: ModelSpec) -> dict[str, Any] | None:
@@ -80,6 +84,8 @@ def write_scaling(spec: ModelSpec) -> dict[str, Any] | None:
     out |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     if scaling.attention_factor is not None:
         out["attention_factor"] = scaling.attention_factor
+    if scaling.score_factor != 1.0:
+        out["mscale"] = out["mscale_all_dim"] = (scaling.score_factor**0.5 - 1.0) / (0.1 * math.log(scaling.factor))
     return out if scaling.truncate else out | {"truncate": False}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardsmith.errors import Code
 from shardsmith.specs.hf_rope import write_scaling
-from shardsmith.specs.model import ModelSpec
+from shardsmith.specs.model import Experts, ModelSpec
 
 NO_TYPE = Code(
     code="M205",
@@ -40,8 +40,16 @@ class Kind:
 
     def clashes(self, spec: ModelSpec) -> list[str]:
         """The fields of `spec` that this type cannot say, as `key = value`."""
-        values = {key: getattr(spec, key) for key in self.needs}
+        values = {key: _value(spec, key) for key in self.needs}
         return [f"{key} = {value}" for key, value in values.items() if value not in self.needs[key]]
+
+
+def _value(spec: ModelSpec, key: str) -> Any:
+    """The field that `key` names, such as `experts.score`; None where the model has no such part."""
+    found: Any = spec
+    for name in key.split("."):
+        found = None if found is None else getattr(found, name)
+    return found
 
 
 def hf_kind(spec: ModelSpec) -> Kind:
@@ -87,6 +95,8 @@ def _kinds(spec: ModelSpec) -> tuple[Kind, ...]:
     if spec.hidden % spec.heads:
         llama["hidden"] = (-(-spec.hidden // spec.heads) * spec.heads,)  # LlamaConfig refuses any other
     unbiased: Requirements = {"attention_bias": none, "output_bias": none, "mlp_bias": none}
+    if spec.experts is not None:
+        return (*_moe_kinds(spec, same), *_deepseek_kinds(spec))
     return (
         Kind(model_type="llama", architecture="LlamaForCausalLM", needs=llama, write=_llama),
         Kind(
@@ -127,6 +137,156 @@ def _kinds(spec: ModelSpec) -> tuple[Kind, ...]:
             write=_gpt2,
         ),
     )
+
+
+_SPARSE: Requirements = {
+    "latent": (None,),
+    "norm": ("rmsnorm",),
+    "activation": ("swiglu",),
+    "positions": ("rope",),
+    "mlp_bias": (False,),
+    "mtp_layers": (0,),
+    "experts.score": ("softmax",),
+    "experts.scale": (1.0,),
+    "experts.groups": (1,),
+    "experts.balance": ("aux_loss", "none"),
+}
+"""What Mixtral's and Qwen's types with experts have in common."""
+
+
+def _moe_kinds(spec: ModelSpec, same: tuple[Any, ...]) -> tuple[Kind, ...]:
+    experts = spec.experts
+    assert experts is not None, "only for models with experts"
+    none = (False,)
+    return (
+        Kind(
+            model_type="mixtral",
+            architecture="MixtralForCausalLM",
+            needs={
+                **_SPARSE,
+                "attention_bias": none,
+                "output_bias": none,
+                "qk_norm": none,
+                "ffn": (experts.ffn,),
+                "experts.normalise": (True,),
+                "experts.shared_ffn": (0,),
+                "experts.first_dense": (0,),
+            },
+            write=lambda spec: _rotary(spec) | _mixtral_experts(spec) | {"sliding_window": spec.window},
+        ),
+        Kind(
+            model_type="qwen2_moe",
+            architecture="Qwen2MoeForCausalLM",
+            needs={
+                **_SPARSE,
+                "output_bias": none,
+                "qk_norm": none,
+                "head_dim": (spec.hidden // spec.heads,),
+                "experts.shared_gate": (True,),
+            },
+            write=lambda spec: (
+                _rotary(spec)
+                | _qwen_experts(spec)
+                | {"qkv_bias": spec.attention_bias, "shared_expert_intermediate_size": _experts(spec).shared_ffn}
+            ),
+        ),
+        Kind(
+            model_type="qwen3_moe",
+            architecture="Qwen3MoeForCausalLM",
+            needs={**_SPARSE, "output_bias": same, "qk_norm": (True,), "experts.shared_ffn": (0,)},
+            write=lambda spec: _rotary(spec) | _qwen_experts(spec) | {"attention_bias": spec.attention_bias},
+        ),
+    )
+
+
+def _deepseek_kinds(spec: ModelSpec) -> tuple[Kind, ...]:
+    experts = spec.experts
+    assert experts is not None, "only for models with experts"
+    none = (False,)
+    shared: Requirements = {
+        "norm": ("rmsnorm",),
+        "activation": ("swiglu",),
+        "positions": ("rope",),
+        **dict.fromkeys(("attention_bias", "output_bias", "mlp_bias", "qk_norm", "experts.shared_gate"), none),
+        "window": (None,),
+        "kv_heads": (spec.heads,),
+        "latent": (spec.latent,) if spec.latent else ("a table",),
+        "experts.shared_ffn": (max(1, experts.shared_ffn // experts.ffn) * experts.ffn,),
+    }
+    v2: Requirements = {
+        "mtp_layers": (0,),
+        "experts.score": ("softmax",),
+        "experts.normalise": none,
+        "experts.balance": ("aux_loss", "none"),
+    }
+    return (
+        Kind(
+            model_type="deepseek_v2",
+            architecture="DeepseekV2ForCausalLM",
+            needs={**shared, **v2},
+            write=lambda spec: (
+                _rotary(spec)
+                | _deepseek(spec)
+                | {
+                    "topk_method": "group_limited_greedy" if _experts(spec).groups > 1 else "greedy",
+                    "aux_loss_alpha": _experts(spec).aux_loss,
+                }
+            ),
+        ),
+        Kind(
+            model_type="deepseek_v3",
+            architecture="DeepseekV3ForCausalLM",
+            needs={**shared, "experts.score": ("sigmoid",), "experts.balance": ("bias",)},
+            write=lambda spec: (
+                _rotary(spec)
+                | _deepseek(spec)
+                | {"norm_topk_prob": _experts(spec).normalise, "num_nextn_predict_layers": spec.mtp_layers}
+            ),
+        ),
+    )
+
+
+def _experts(spec: ModelSpec) -> Experts:
+    assert spec.experts is not None, "only for models with experts"
+    return spec.experts
+
+
+def _mixtral_experts(spec: ModelSpec) -> dict[str, Any]:
+    e = _experts(spec)
+    return {"num_local_experts": e.count, "num_experts_per_tok": e.top_k, "router_aux_loss_coef": e.aux_loss}
+
+
+def _qwen_experts(spec: ModelSpec) -> dict[str, Any]:
+    e = _experts(spec)
+    return _qwen_window(spec) | {
+        "num_experts": e.count,
+        "num_experts_per_tok": e.top_k,
+        "moe_intermediate_size": e.ffn,
+        "norm_topk_prob": e.normalise,
+        "router_aux_loss_coef": e.aux_loss,
+        "mlp_only_layers": list(range(e.first_dense)),
+    }
+
+
+def _deepseek(spec: ModelSpec) -> dict[str, Any]:
+    e, latent = _experts(spec), spec.latent
+    assert latent is not None, "only for latent attention"
+    return {
+        "head_dim": latent.rope,  # what the type calls so: the rotated channels
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope,
+        "qk_rope_head_dim": latent.rope,
+        "v_head_dim": latent.value,
+        "n_routed_experts": e.count,
+        "n_shared_experts": e.shared_ffn // e.ffn,
+        "num_experts_per_tok": e.top_k,
+        "moe_intermediate_size": e.ffn,
+        "first_k_dense_replace": e.first_dense,
+        "routed_scaling_factor": e.scale,
+        "n_group": e.groups,
+        "topk_group": e.top_groups,
+    }
 
 
 def _rotary(spec: ModelSpec) -> dict[str, Any]:

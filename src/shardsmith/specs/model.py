@@ -53,7 +53,8 @@ class YarnScaling:
     slowed by `factor`, those that turn more than `beta_fast` times kept, those between blended; `truncate` widens
     that band to whole channels.
 
-    Queries and keys are each multiplied by `attention_factor`, which is 0.1 ln(factor) + 1 unless stated.
+    Queries and keys are each multiplied by `attention_factor`, which is 0.1 ln(factor) + 1 unless stated, where they
+    are rotated; scores of all channels by `score_factor` (DeepSeek's variant, together with latent attention).
     """
 
     kind: Literal["yarn"]
@@ -63,6 +64,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    score_factor: float = 1.0
 
     @property
     def magnitude(self) -> float:
@@ -249,6 +251,30 @@ def routing_biases(spec: ModelSpec) -> int:
     if spec.experts is None or spec.experts.balance != "bias":
         return 0
     return spec.experts.count * sum(spec.is_sparse(layer) for layer in range(spec.layers))
+
+
+def routing_bias_weights(spec: ModelSpec) -> tuple[Weight, ...]:
+    """The balancing biases of every layer as tensors: adjusted from loads, kept by checkpoints, never trained."""
+    if spec.experts is None or spec.experts.balance != "bias":
+        return ()
+    return tuple(
+        Weight(
+            name=f"layers.{layer}.mlp.router.balance",
+            shape=(spec.experts.count,),
+            role="router",
+            bias=True,
+            layer=layer,
+            decay=False,
+            init="zeros",
+        )
+        for layer in range(spec.layers)
+        if spec.is_sparse(layer)
+    )
+
+
+def stored_weights(spec: ModelSpec) -> tuple[Weight, ...]:
+    """Everything that a checkpoint of `spec` holds: its weights, and its balancing biases behind them."""
+    return weights(spec) + routing_bias_weights(spec)
 
 
 def active_parameters(spec: ModelSpec) -> int:

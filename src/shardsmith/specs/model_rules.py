@@ -42,11 +42,23 @@ WINDOW = Code(
     because="a query sees the last `window` keys, its own included, so the window holds at least that one",
 )
 
+EXPERTS = Code(
+    code="M108",
+    title="impossible mixture of experts",
+    because="a token visits top_k different experts out of those in its best top_groups groups, and each group holds "
+    "an equal number of them; routed and shared experts are gated MLPs",
+)
+LATENT = Code(
+    code="M109",
+    title="impossible latent attention",
+    because="every head has its own nope + rope channels and its own key and value, made from a latent without biases",
+)
+
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "norm_eps", "init_std")
 
 
 def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
-    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M107); empty for a sound model."""
+    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M109); empty for a sound model."""
     faults = [
         POSITIVE_SIZE.fault(f"{name} must be greater than zero", (source, f"{name} = {getattr(spec, name)}"))
         for name in _SIZES
@@ -66,6 +78,7 @@ def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
     if spec.window is not None and spec.window < 1:
         said = (source, f"window = {spec.window}")
         faults.append(WINDOW.fault("window must be 1 or more", said, hint="leave window out, or window = 4096"))
+    faults += _expert_faults(spec, source) + _latent_faults(spec, source)
     return faults + (_rope_faults(spec, source) if spec.positions == "rope" else _learned_faults(spec, source))
 
 
@@ -115,4 +128,52 @@ def _learned_faults(spec: ModelSpec, source: str) -> list[Fault]:
         )
         for name, value in neutral.items()
         if getattr(spec, name) != value
+    ]
+
+
+def _expert_faults(spec: ModelSpec, source: str) -> list[Fault]:
+    e = spec.experts
+    if e is None:
+        return []
+    each = e.count // e.groups if e.groups > 0 else 0
+    wrong = {
+        "count, top_k, ffn and groups must be 1 or more": min(e.count, e.top_k, e.ffn, e.groups, e.top_groups) < 1,
+        "first_dense, shared_ffn and coefficients must not be negative": min(
+            e.first_dense, e.shared_ffn, e.aux_loss, e.z_loss, e.bias_rate
+        )
+        < 0,
+        "top_k must not exceed the experts of the best groups": e.top_k > each * min(e.top_groups, e.groups),
+        "groups must divide count": e.groups > 0 and e.count % e.groups != 0,
+        "top_groups must not exceed groups": e.top_groups > e.groups,
+        "a group scored by its two best experts needs two": e.groups > 1 and e.score == "sigmoid" and each < 2,
+        "first_dense must leave a layer with experts": e.first_dense >= spec.layers,
+        "shared_gate weighs a shared expert": e.shared_gate and not e.shared_ffn,
+        "experts are gated: activation = swiglu": not spec.gated,
+    }
+    return [
+        EXPERTS.fault(message, (source, f"experts = {e}"), hint="see the presets mixtral-8x7b and deepseek-v3")
+        for message, broken in wrong.items()
+        if broken
+    ]
+
+
+def _latent_faults(spec: ModelSpec, source: str) -> list[Fault]:
+    latent = spec.latent
+    if latent is None:
+        return []
+    wrong = {
+        "all sizes must be 1 or more": min(latent.kv_rank, latent.nope, latent.rope, latent.value) < 1,
+        "head_dim must be nope + rope": spec.head_dim != latent.nope + latent.rope,
+        "kv_heads must be heads": spec.kv_heads != spec.heads,
+        "value must not exceed head_dim": latent.value > spec.head_dim,
+        "rope must be even": latent.rope % 2 != 0,
+        "positions must be rope": spec.positions != "rope",
+        "attention_bias, output_bias and qk_norm have no meaning": spec.attention_bias
+        or spec.output_bias
+        or spec.qk_norm,
+    }
+    return [
+        LATENT.fault(message, (source, f"latent = {latent}"), hint="see the presets deepseek-v2-lite and deepseek-v3")
+        for message, broken in wrong.items()
+        if broken
     ]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from shardsmith.engine.checkpoint.companions import TokenIds
@@ -21,7 +22,7 @@ from shardsmith.engine.checkpoint.safetensors_file import (
 from shardsmith.engine.checkpoint.source import Source
 from shardsmith.errors import Fault, raise_errors
 from shardsmith.specs.hf_config import from_hf_config
-from shardsmith.specs.hf_names import HFTensor, hf_tensors, located
+from shardsmith.specs.hf_names import HFTensor, Turned, hf_tensors, located
 from shardsmith.specs.hf_write import to_hf_config
 from shardsmith.specs.parse import NO_FILE
 
@@ -52,12 +53,17 @@ def read_hugging_face(folder: Path) -> Source:
         if tensor.name in found:
             faults += opened.tensor_faults(found[tensor.name], tensor.shape)
     raise_errors(faults)
-    holder = {part.name: tensor for tensor in tensors for part in tensor.parts}
-    return Source(
-        model=spec,
-        dtypes={name: opened.dtype(found[tensor.name]) for name, tensor in holder.items()},
-        read=lambda name: _part(opened, found[holder[name].name], holder[name], name),
-    )
+    holders: dict[str, list[HFTensor]] = {}
+    for tensor in tensors:
+        for part in tensor.parts:
+            holders.setdefault(part.name, []).append(tensor)
+
+    def read(name: str) -> Tensor:
+        pieces = [_part(opened, found[tensor.name], tensor, name) for tensor in holders[name]]
+        return pieces[0] if holders[name][0].expert is None else torch.stack(pieces)
+
+    dtypes = {name: opened.dtype(found[held[0].name]) for name, held in holders.items()}
+    return Source(model=spec, dtypes=dtypes, read=read)
 
 
 def write_hugging_face(
@@ -108,6 +114,8 @@ def _part(opened: Opened, stored: str, tensor: HFTensor, name: str) -> Tensor:
     """One of our tensors out of theirs."""
     if len(tensor.parts) == 1:
         whole = opened.tensor(stored)
+        if tensor.turned is not None:
+            return _ordered(whole, tensor.turned, inverse=False)
         return whole.t() if tensor.transposed else whole
     assert tensor.transposed or len(tensor.shape) == 1, f"{stored}: parts stand side by side in the last dim"
     start = 0
@@ -125,8 +133,24 @@ def _entry(source: Source, tensor: HFTensor) -> Entry:
 
 def _pieces(source: Source, tensors: Sequence[HFTensor]) -> Iterator[list[Tensor]]:
     """Pieces of each tensor in turn, as they stand side by side in the file."""
+    stacked: tuple[str, Tensor] | None = None  # the experts of one matrix follow one another
     for tensor in tensors:
-        yield [source.read(p.name).t() if tensor.transposed else source.read(p.name) for p in tensor.parts]
+        name = tensor.parts[0].name
+        if tensor.expert is not None:
+            if stacked is None or stacked[0] != name:
+                stacked = name, source.read(name)
+            yield [stacked[1][tensor.expert]]
+        elif tensor.turned is not None:
+            yield [_ordered(source.read(name), tensor.turned, inverse=True)]
+        else:
+            yield [source.read(p.name).t() if tensor.transposed else source.read(p.name) for p in tensor.parts]
+
+
+def _ordered(x: Tensor, turned: Turned, *, inverse: bool) -> Tensor:
+    """Rows of `x` with rotary channels as halves, from neighbours; the `inverse` of it."""
+    rest, pairs = x.unflatten(0, (-1, turned.group)).split((turned.first, turned.group - turned.first), 1)
+    pairs = pairs.unflatten(1, (2, -1) if inverse else (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((rest, pairs), 1).flatten(0, 1)
 
 
 def _shards(pairs: Sequence[tuple[HFTensor, Entry]], limit: int) -> list[list[tuple[HFTensor, Entry]]]:

@@ -8,7 +8,7 @@ from shardsmith.engine.checkpoint.safetensors_file import NO_TENSOR, SURPLUS, En
 from shardsmith.engine.checkpoint.source import Source
 from shardsmith.errors import raise_errors
 from shardsmith.specs.library import model_named, model_toml
-from shardsmith.specs.model import weights
+from shardsmith.specs.model import stored_weights
 
 WEIGHTS_FILE = "model.safetensors"
 """Full final weights in the run's folder, under the model's own tensor names."""
@@ -27,7 +27,7 @@ def read_run(folder: Path) -> Source:
     """
     model = model_named(folder / MODEL_FILE)
     held = names_in(folder / WEIGHTS_FILE)
-    expected = {weight.name: weight.shape for weight in weights(model)}
+    expected = {weight.name: weight.shape for weight in stored_weights(model)}
     opened = Opened(folder, dict.fromkeys(held, WEIGHTS_FILE))
     file = str(folder / WEIGHTS_FILE)
     faults = [NO_TENSOR.fault(f"{file} lacks {name}", (file, f"no {name}")) for name in expected if name not in held]
@@ -39,6 +39,6 @@ def read_run(folder: Path) -> Source:
 
 def write_run(source: Source, folder: Path) -> None:
     """Write `source` into the existing `folder`; each file appears complete or not at all."""
-    entries = [Entry(name=w.name, dtype=source.dtypes[w.name], shape=w.shape) for w in weights(source.model)]
+    entries = [Entry(name=w.name, dtype=source.dtypes[w.name], shape=w.shape) for w in stored_weights(source.model)]
     write_safetensors(folder / WEIGHTS_FILE, entries, ([source.read(entry.name)] for entry in entries))
     (folder / MODEL_FILE).write_text(model_toml(source.model))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardsmith.specs.model import ModelSpec, weights
+from shardsmith.specs.model import ModelSpec, stored_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class Source:
     read: Callable[[str], Tensor]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for weight in weights(self.model):
+        for weight in stored_weights(self.model):
             yield weight.name, self.read(weight.name)
 
 
 def in_memory(model: ModelSpec, tensors: Mapping[str, Tensor]) -> Source:
     """The source of `tensors` that are in memory already: all of `model`, in full."""
-    expected = {w.name: w.shape for w in weights(model)}
+    expected = {w.name: w.shape for w in stored_weights(model)}
     found = {name: tuple(t.shape) for name, t in tensors.items()}
     assert found == expected, f"not the tensors of {model.name}: {sorted(set(found.items()) ^ set(expected.items()))}"
     return Source(model=model, dtypes={name: t.dtype for name, t in tensors.items()}, read=tensors.__getitem__)

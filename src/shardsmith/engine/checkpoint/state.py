@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,17 @@ NO_OPTIMIZER = Code(
     because="moments that restart at zero make the loss jump or drift, and nothing would say why",
 )
 _RESET = 'resume without it by name: run.reset = ["optimizer"]'
+
+
+class Rows(Protocol):
+    """What a rank keeps of one tensor."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the optimiser updates."""
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """`rows`, laid out as `parameter`, with their dims as in the full tensor."""
 
 
 def needed_states(optimisation: Optimisation) -> tuple[str, ...]:
@@ -44,13 +56,13 @@ def optimizer_record(
 
 def optimizer_blocks(
     weights: Mapping[str, Block],
-    parameters: Mapping[str, nn.Parameter],
+    held: Mapping[str, Rows],
     optimizer: torch.optim.Optimizer,
     record: OptimizerRecord,
 ) -> dict[str, Block]:
     """The tensors of `record.states` of each parameter, cut as the parameter is: `optimizer.exp_avg.NAME`."""
     return {
-        f"optimizer.{key}.{name}": replace(block, tensor=optimizer.state[parameters[name]][key])
+        f"optimizer.{key}.{name}": replace(block, tensor=held[name].placed(optimizer.state[held[name].parameter][key]))
         for key in record.states
         for name, block in weights.items()
     }

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from shardsmith.engine.checkpoint.blocks import BlockReader, BlockStorage, BlockWriter, stored_tensors, whole_block
 from shardsmith.engine.checkpoint.record import Record, plain, read_record
 from shardsmith.engine.checkpoint.store import TORN, WEIGHTS, commit, damage
-from shardsmith.specs.model import ModelSpec, weights
+from shardsmith.specs.model import ModelSpec, stored_weights
 
 FILE_BYTES = 2**30
 """Tensors are written together until a file holds this much; so much is in memory at a time."""
@@ -44,7 +44,7 @@ class FullWeights:
         return tensor
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for weight in weights(self.model):
+        for weight in stored_weights(self.model):
             yield weight.name, self.read(weight.name)
 
 
@@ -97,7 +97,7 @@ def write_full(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, model: Mo
     _, metadata = create_default_global_save_plan(plans)
     writer.finish(metadata, results)
     found = {name: shape for name, (shape, _) in stored_tensors(staging / WEIGHTS).items()}
-    expected = {weight.name: weight.shape for weight in weights(model)}
+    expected = {weight.name: weight.shape for weight in stored_weights(model)}
     assert found == expected, f"not the tensors of {model.name}: {sorted(set(found.items()) ^ set(expected.items()))}"
     commit(staging, folder, Record(step=0, updates=0, samples=0, model=plain(model)))
 

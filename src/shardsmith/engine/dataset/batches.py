@@ -43,7 +43,8 @@ class Microbatch:
     positions: Tensor
     """int64 [B or 1, S]: place of each token in its document, carried along when the sequence is split"""
     documents: Tensor | None = None
-    """int64 [B, S]: equal numbers mean the same document of a sequence; None: a sequence is one document"""
+    """int64 [B, S]: equal numbers, in runs, mean the same document; None: a sequence is one document. They stay whole
+    when the sequence is split."""
 
     @property
     def targets(self) -> int:

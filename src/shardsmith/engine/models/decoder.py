@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from shardsmith.engine.models.activation import swiglu
 from shardsmith.engine.models.attention_mask import attention_mask
+from shardsmith.engine.models.experts import MoE
 from shardsmith.engine.models.norm import RMSNorm
-from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations
-from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, arrive, leave, linear
+from shardsmith.engine.models.rope import inverse_frequencies, magnitude, rotate, rotations, score_factor
+from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue, arrive, enter, leave, linear
 from shardsmith.engine.runtime.noise import Noise, Site
 from shardsmith.engine.runtime.overlapped import Turns
 from shardsmith.engine.runtime.recompute import Cookbook, full, plain
+from shardsmith.engine.runtime.routing import Routing
+from shardsmith.engine.runtime.sequence_parts import Dropped, Parts, View
 from shardsmith.engine.runtime.units import OPEN_GATE
 from shardsmith.engine.runtime.vocabulary import look_up, token_losses
 from shardsmith.engine.runtime.vocabulary_chunks import chunked_loss_sum
@@ -31,6 +34,8 @@ from shardsmith.plan.stages import Stage as StageSpec
 from shardsmith.specs.model import ModelSpec
 
 Recompute = Literal["none", "selective", "full"]
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, whatever that of the other norms is."""
 GELU: dict[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -42,13 +47,19 @@ class Surroundings:
     """What a block needs beside its input.
 
     `rotation`: cosines and sines of the positions where they are rotary. `mask`: who attends to whom (see
-    `attention_mask`), None for plain causal attention. `noise`: dropout masks of the layer, None where nothing
-    is dropped. `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
+    `attention_mask`), None for plain causal attention. `view`: who attends to whom where the sequence is cut over
+    the context axis, None where it is whole. `noise`: dropout masks of the layer, None where nothing is dropped.
+    `routing`: where routers note what they did, None where nothing is trained. `places`: places in the sequence of
+    this rank's rows, all of it in order where None.
+    `cheap` calls a function whose output may be made again in backward (see `runtime/recompute.py`).
     """
 
     rotation: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
+    view: View | None = None
     noise: Noise | None = None
+    routing: Routing | None = None
+    places: Tensor | None = None
     cheap: Callable[..., Tensor] = plain
     turns: Turns | None = None
 
@@ -61,7 +72,8 @@ class Surroundings:
             mask = mask[at]
         if noise is not None:
             noise = replace(noise, keys_B=noise.keys_B[at])
-        return replace(self, rotation=rotation, mask=mask, noise=noise, turns=turns)
+        view = None if self.view is None else self.view.of(at)
+        return replace(self, rotation=rotation, mask=mask, view=view, noise=noise, turns=turns)
 
 
 class Table(nn.Module):
@@ -86,6 +98,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.queue, self.seam = spec.head_dim, queue, OPEN
         self.dropout = spec.attention_dropout
+        self.scale, self.value_dim = spec.head_dim**-0.5, spec.head_dim
+        self._make_projections(spec)
+
+    def _make_projections(self, spec: ModelSpec) -> None:
         width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q = Projection(width, spec.hidden, bias=spec.attention_bias)
         self.k = Projection(kv_width, spec.hidden, bias=spec.attention_bias)
@@ -96,22 +112,35 @@ class Attention(nn.Module):
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
+        q, k, v = self._projected(x_SBD, around)
+        if around.view is not None:
+            out = around.view.attend(q, k, v, self.scale, self._dropped(around.noise, q.shape[2]))
+        else:
+            out = self._attend(q, k, v, around)
+        out = out[..., : self.value_dim]
+        return linear(out.flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
+
+    def _projected(self, x_SBD: Tensor, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [S, B, H, E], rotated keys and values [S, B, key/value heads, E] of this rank."""
         q, k, v = linear(x_SBD, [self.q, self.k, self.v], self.seam.entering, self.queue, around.turns)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if around.rotation is not None:
             q, k = rotate(q, *around.rotation), rotate(k, *around.rotation)
-        q_BHSE, k_BHSE, v_BHSE = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        return q, k, v
+
+    def _attend(self, q_SBHE: Tensor, k_SBHE: Tensor, v_SBHE: Tensor, around: Surroundings) -> Tensor:
+        """Attention where the whole sequence is on this rank, [S, B, H, E]."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q_SBHE, k_SBHE, v_SBHE))
         if around.noise is not None and self.dropout:
-            out = self._dropping(q_BHSE, k_BHSE, v_BHSE, around.mask, around.noise)
+            out = self._dropping(q, k, v, around.mask, around.noise)
         else:
-            grouped = q_BHSE.shape[1] != k_BHSE.shape[1]
-            causal = around.mask is None
+            grouped, causal = q.shape[1] != k.shape[1], around.mask is None
             out = F.scaled_dot_product_attention(
-                q_BHSE, k_BHSE, v_BHSE, attn_mask=around.mask, is_causal=causal, enable_gqa=grouped
+                q, k, v, attn_mask=around.mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
-        return linear(out.permute(2, 0, 1, 3).flatten(2), [self.o], self.seam.leaving, self.queue, around.turns)[0]
+        return out.permute(2, 0, 1, 3)
 
     def _dropping(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, noise: Noise) -> Tensor:
         """Attention whose probabilities are dropped by named masks, which no fused kernel takes: S x S in memory."""
@@ -119,22 +148,74 @@ class Attention(nn.Module):
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         if mask is None:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        scores = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
+        scores = (q @ k.transpose(2, 3)) * self.scale
         shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        first = self.seam.group.index * heads if self.seam.group is not None else 0
-        return noise.drop_probabilities(shares, self.dropout, first) @ v
+        return noise.drop_probabilities(shares, self.dropout, self._first_head(heads)) @ v
+
+    def _dropped(self, noise: Noise | None, heads: int) -> Dropped | None:
+        if noise is None or not self.dropout:
+            return None
+        return Dropped(noise=noise, first_head=self._first_head(heads), rate=self.dropout)
+
+    def _first_head(self, heads: int) -> int:
+        """The first of the `heads` query heads of this tensor rank."""
+        return self.seam.group.index * heads if self.seam.group is not None else 0
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values of all heads are made from one latent a token (DeepSeek-AI 2024).
+
+    A head has channels without position and rotated ones, and all heads share the rotated key. Values, which are
+    narrower than queries, are padded to their width for the attention kernels.
+    """
+
+    def _make_projections(self, spec: ModelSpec) -> None:
+        latent = spec.latent
+        assert latent is not None, "only for latent attention"
+        self.latent, self.value_dim = latent, latent.value
+        self.scale *= score_factor(spec)
+        self.q_down = self.q_norm = None
+        if latent.q_rank is not None:
+            self.q_down = Projection(latent.q_rank, spec.hidden, bias=False)
+            self.q_norm = RMSNorm(latent.q_rank, LATENT_EPS)
+        self.q = Projection(spec.heads * spec.head_dim, latent.q_rank or spec.hidden, bias=False)
+        self.kv_down = Projection(latent.kv_rank + latent.rope, spec.hidden, bias=False)
+        self.kv_norm = RMSNorm(latent.kv_rank, LATENT_EPS)
+        self.kv_up = Projection(spec.heads * (latent.nope + latent.value), latent.kv_rank, bias=False)
+        self.o = Projection(spec.hidden, spec.heads * latent.value, bias=False)
+
+    def _projected(self, x_SBD: Tensor, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
+        """Every tensor rank makes the latents; they enter its own heads together, in the place of `x`."""
+        latent, queue = self.latent, self.queue
+        down = [self.kv_down] if self.q_down is None else [self.kv_down, self.q_down]
+        kv, *q_latent = linear(x_SBD, down, OPEN, queue)
+        kv, key = kv.split((latent.kv_rank, latent.rope), -1)
+        parts = [self.kv_norm(kv), key, *(self.q_norm(q) for q in q_latent if self.q_norm is not None)]
+        kv, key, *q_latent = enter(torch.cat(parts, -1), self.seam).split([p.shape[-1] for p in parts], -1)
+        if q_latent:
+            (q,) = linear(q_latent[0], [self.q], OPEN, queue)
+        else:
+            (q,) = linear(x_SBD, [self.q], self.seam.entering, queue)
+        (kv,) = linear(kv, [self.kv_up], OPEN, queue)
+        q, q_turned = q.unflatten(-1, (-1, self.head_dim)).split((latent.nope, latent.rope), -1)
+        k, v = kv.unflatten(-1, (-1, latent.nope + latent.value)).split((latent.nope, latent.value), -1)
+        key = key[:, :, None]
+        if around.rotation is not None:
+            q_turned, key = rotate(q_turned, *around.rotation), rotate(key, *around.rotation)
+        q, k = torch.cat((q, q_turned), -1), torch.cat((k, key.expand(*k.shape[:3], -1)), -1)
+        return q, k, F.pad(v, (0, self.head_dim - latent.value))
 
 
 class MLP(nn.Module):
-    """Feed-forward block: SwiGLU (gate and up share their input) or GELU."""
+    """Feed-forward block of inner width `ffn`: SwiGLU (gate and up share their input) or GELU."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue, ffn: int) -> None:
         super().__init__()
         self.activation, self.queue, self.seam = spec.activation, queue, OPEN
         if spec.gated:
-            self.gate = Projection(spec.ffn, spec.hidden, bias=spec.mlp_bias)
-        self.up = Projection(spec.ffn, spec.hidden, bias=spec.mlp_bias)
-        self.down = Projection(spec.hidden, spec.ffn, bias=spec.mlp_bias)
+            self.gate = Projection(ffn, spec.hidden, bias=spec.mlp_bias)
+        self.up = Projection(ffn, spec.hidden, bias=spec.mlp_bias)
+        self.down = Projection(spec.hidden, ffn, bias=spec.mlp_bias)
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
@@ -151,13 +232,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer layer, pre-norm, with two residual additions."""
 
-    def __init__(self, spec: ModelSpec, queue: WeightQueue) -> None:
+    def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
         super().__init__()
         self.dropout = spec.dropout
         self.norm1 = _norm(spec)
-        self.attention = Attention(spec, queue)
+        self.attention = (LatentAttention if spec.latent else Attention)(spec, queue)
         self.norm2 = _norm(spec)
-        self.mlp = MLP(spec, queue)
+        self.mlp = _feed_forward(spec, queue, layer)
 
     def forward(self, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
@@ -196,6 +277,7 @@ class Stage(nn.Module):
         self.spec, self.stage = spec, stage
         self.queue = WeightQueue()
         self.embedding_seam = self.head_seam = OPEN
+        self.parts: Parts | None = None
         self.gate = OPEN_GATE
         self.recompute: Recompute = "none"
         self.compiled = False
@@ -205,7 +287,7 @@ class Stage(nn.Module):
             self.embedding.shared = stage.embedding and stage.head and spec.tied
         if stage.embedding and spec.positions == "learned":
             self.position = Table(spec.context, spec.hidden)
-        self.layers = nn.ModuleDict({str(i): Block(spec, self.queue) for i in stage.layers})
+        self.layers = nn.ModuleDict({str(i): Block(spec, self.queue, i) for i in stage.layers})
         if stage.head:
             self.final_norm = _norm(spec)
             if not spec.tied:
@@ -233,16 +315,20 @@ class Stage(nn.Module):
         positions_SB: Tensor,
         documents_BS: Tensor | None = None,
         noise: Noise | None = None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Tokens [S, B] (first stage) or activations [S, B, D] -> activations, or logits [S, B, V] (last stage).
 
         With `loss_chunk` the last stage stops short of its logits, and `loss_sum` makes them chunk by chunk.
         `positions_SB` are positions [S, B or 1] in each token's document, `documents_BS` says which that is
-        (None: a sequence is one document). Under sequence parallelism activations between blocks and stages
-        hold this rank's part of S; positions, documents and logits always hold all of S.
+        (None: a sequence is one document). With `parts` S is this rank's part of the sequence, but documents are
+        those of the whole. Under sequence parallelism activations between blocks and stages hold this rank's part
+        of S; positions and logits always hold all of S.
         """
         if noise is not None and not (self.spec.dropout or self.spec.attention_dropout):
             noise = None
+        if noise is not None and self.parts is not None:
+            noise = replace(noise, places_S=self.parts.places_of(len(positions_SB), positions_SB.device))
         if self.stage.embedding:
             with self.gate.forward_only("embedding"):
                 x = self._embed(x, positions_SB, noise)
@@ -250,11 +336,10 @@ class Stage(nn.Module):
         if self.inverse is not None and self.stage.layers:
             inverse = self.inverse.to(positions_SB.device)
             rotation = rotations(positions_SB, inverse, x.dtype, magnitude(self.spec))
-        mask = attention_mask(
-            len(positions_SB), device=positions_SB.device, documents_BS=documents_BS, window=self.spec.window
-        )
+        seen = self._seen(positions_SB, documents_BS)
         for layer, block in zip(self.stage.layers, self.blocks(), strict=True):
-            around = Surroundings(rotation=rotation, mask=mask, noise=None if noise is None else noise.of(layer))
+            drops = None if noise is None else noise.of(layer)
+            around = Surroundings(rotation=rotation, noise=drops, routing=routing, **seen)
             x = self.gate.leave(str(layer), self._run(block, self.gate.enter(str(layer), x), around))
         if self.stage.head:
             x = self.final_norm(self.gate.enter("head", x))
@@ -276,6 +361,14 @@ class Stage(nn.Module):
             )
         group = self.head_seam.group if table.split else None
         return token_losses(left.flatten(0, 1), labels_SB.flatten(), table.first, group).sum()
+
+    def _seen(self, positions_SB: Tensor, documents_BS: Tensor | None) -> dict[str, Any]:
+        """Who attends to whom, for `Surroundings`."""
+        rows, window = len(positions_SB), self.spec.window
+        if self.parts is not None:
+            held = [torch.arange(r.start, r.stop, device=positions_SB.device) for r in self.parts.places(rows)]
+            return {"view": self.parts.view(rows, documents_BS, window), "places": torch.cat(held)}
+        return {"mask": attention_mask(rows, device=positions_SB.device, documents_BS=documents_BS, window=window)}
 
     def _run(self, block: Block, x_SBD: Tensor, around: Surroundings) -> Tensor:
         """One block, its activations kept or not."""
@@ -305,6 +398,14 @@ class Stage(nn.Module):
 def _first_row(x_SBD: Tensor, seam: Seam) -> int:
     """The place in the sequence of the first row of activations between blocks."""
     return seam.group.index * x_SBD.shape[0] if seam.leave == "scatter" and seam.group is not None else 0
+
+
+def _feed_forward(spec: ModelSpec, queue: WeightQueue, layer: int) -> MLP | MoE:
+    if not spec.is_sparse(layer):
+        return MLP(spec, queue, spec.ffn)
+    assert spec.experts is not None, "a sparse layer has experts"
+    width = spec.experts.shared_ffn
+    return MoE(spec, queue, layer, MLP(spec, queue, width) if width else None)
 
 
 def _norm(spec: ModelSpec) -> nn.Module:

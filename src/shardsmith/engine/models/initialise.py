@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from shardsmith.engine.runtime.packing import empty_rows_first, rows_first
 from shardsmith.layout.facts import Shard
 from shardsmith.specs.model import Weight
 
@@ -25,10 +26,12 @@ def full_rows(weight: Weight, seed: int, start: int, stop: int) -> Tensor:
     if weight.init != "normal":
         return torch.full(shape, 1.0 if weight.init == "ones" else 0.0)
     out = torch.empty(shape)
-    block = start // ROWS_PER_BLOCK
-    while block * ROWS_PER_BLOCK < stop:
-        first = block * ROWS_PER_BLOCK
-        rows = min(ROWS_PER_BLOCK, weight.shape[0] - first)
+    # Of stacked experts each is a block: all of a block is drawn, whatever part of it is asked for.
+    most = 1 if len(weight.shape) == 3 else ROWS_PER_BLOCK
+    block = start // most
+    while block * most < stop:
+        first = block * most
+        rows = min(most, weight.shape[0] - first)
         drawn = torch.randn((rows, *weight.shape[1:]), generator=_generator(seed, weight.name, block))
         low, high = max(start, first), min(stop, first + rows)
         out[low - start : high - start] = drawn[low - first : high - first] * weight.init_std
@@ -61,24 +64,31 @@ def materialise(
 ) -> dict[str, Tensor]:
     """Replace every parameter of `module` (built full size on meta) by this rank's initial shard.
 
-    The module's parameters must be exactly `weights`: names and full shapes are compared first, the
-    shapes of the shards that were made afterwards. With `kept`, parameters have their shapes but no
-    storage, and what is drawn is returned: of each tensor only the part that `kept` names.
+    Buffers (balancing biases of routers) become 0. The module's parameters must be exactly `weights`: names and
+    full shapes are compared first. In memory a parameter has the dim in front whose rows ZeRO shares out. With
+    `kept`, parameters have their shapes but no storage, and what is drawn is returned: of each tensor only the part
+    that `kept` names, that dim in front.
     """
     drawn = {}
     expected = {w.name: w.shape for w in weights}
     found = {name: tuple(p.shape) for name, p in module.named_parameters()}
     assert found == expected, f"module and weights() disagree: {sorted(set(found.items()) ^ set(expected.items()))}"
     for weight in weights:
+        shard = shards[weight.name]
+        local = empty_rows_first(shard.shape, shard.zero_dim, dtype, device)
         if kept is None:
-            local = initial_shard(weight, shards[weight.name], seed).to(device=device, dtype=dtype)
+            local.copy_(initial_shard(weight, shard, seed))
         else:
-            drawn[weight.name] = initial_shard(weight, kept[weight.name], seed).to(device=device, dtype=dtype)
-            local = torch.empty(shards[weight.name].shape, device=device, dtype=dtype)
+            rows = rows_first(initial_shard(weight, kept[weight.name], seed), shard.zero_dim)
+            # A copy: what was drawn may be part of a larger tensor.
+            drawn[weight.name] = torch.empty(rows.shape, device=device, dtype=dtype).copy_(rows)
             local.untyped_storage().resize_(0)
-        assert tuple(local.shape) == shards[weight.name].shape, f"{weight.name}: shard is not as planned"
         owner, _, attribute = weight.name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, nn.Parameter(local))
+    for name, buffer in module.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        wide = torch.promote_types(dtype, torch.float32)
+        setattr(module.get_submodule(owner), attribute, torch.zeros(buffer.shape, device=device, dtype=wide))
     return drawn
 
 

@@ -12,8 +12,9 @@ from shardsmith.specs.model import ModelSpec, RopeScaling, YarnScaling
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Angle per position of each pair of channels, float64 [head_dim / 2]."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float64, device="cpu") / spec.head_dim
+    """Angle per position of each pair of channels, float64 [rotated channels of a head / 2]."""
+    width = spec.latent.rope if spec.latent else spec.head_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     inverse = spec.rope_theta**-exponents
     if isinstance(spec.rope_scaling, YarnScaling):
         return _yarn(inverse, spec.rope_scaling, spec.rope_theta)
@@ -23,6 +24,11 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 def magnitude(spec: ModelSpec) -> float:
     """What rotated queries and keys are multiplied by: 1 but for YaRN's attention factor."""
     return spec.rope_scaling.magnitude if isinstance(spec.rope_scaling, YarnScaling) else 1.0
+
+
+def score_factor(spec: ModelSpec) -> float:
+    """What attention scores are multiplied by beside 1 / sqrt(head_dim): 1 but for DeepSeek's YaRN."""
+    return spec.rope_scaling.score_factor if isinstance(spec.rope_scaling, YarnScaling) else 1.0
 
 
 def rotations(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardsmith.engine.runtime.group import Group
-from shardsmith.engine.runtime.packing import Packing, flat_views, rows_of
+from shardsmith.engine.runtime.packing import Packing, flat_views, rows_first, rows_of, shape_rows_first
 from shardsmith.engine.runtime.units import Unit, gather
 from shardsmith.layout.axes.data import buckets, data_rows
 from shardsmith.units import MIB
@@ -52,13 +52,15 @@ class Bucket:
     """Parameters whose gradients are reduced by one collective.
 
     `kept` are whole gradients in one flat buffer, unless the bucket streams; `shards` are this rank's rows,
-    complete once the reduction has been waited for.
+    complete once the reduction has been waited for. Rows are along `dims[i]` of `parameters[i]`; in buffers and
+    shards that dim stands in front.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], settings: DataSettings) -> None:
-        self.parameters, self.settings = list(parameters), settings
+    def __init__(self, parameters: Sequence[nn.Parameter], settings: DataSettings, dims: Sequence[int]) -> None:
+        self.parameters, self.settings, self.dims = list(parameters), settings, list(dims)
         ranks, index = settings.shard.size, settings.shard.index
-        shapes, device = [tuple(p.shape) for p in parameters], self.parameters[0].device
+        device = self.parameters[0].device
+        shapes = [shape_rows_first(tuple(p.shape), dim) for p, dim in zip(parameters, dims, strict=True)]
         self.packing = Packing(shapes=tuple(shapes), ranks=ranks)
         self.waiting: set[int] = set()
         self.flushed = False
@@ -66,11 +68,13 @@ class Bucket:
         self._work: tuple[dist.Work | None, Tensor] | None = None
         if settings.stream:
             self.kept: list[Tensor] = []
+            self.rows: list[Tensor] = []
             shapes = [(data_rows(shape[0], ranks, index)[1], *shape[1:]) for shape in shapes]
             self.flat, self.shards = flat_views(shapes, settings.grad_dtype, device)
         else:
-            self.flat, self.kept = flat_views(shapes, settings.grad_dtype, device)
-            self.shards = [rows_of(g, ranks, index) for g in self.kept]
+            self.flat, self.rows = flat_views(shapes, settings.grad_dtype, device)
+            self.kept = [rows_first(g, dim) for g, dim in zip(self.rows, dims, strict=True)]
+            self.shards = [rows_of(g, ranks, index) for g in self.rows]
 
     def zero(self) -> None:
         """Start a step."""
@@ -88,7 +92,7 @@ class Bucket:
             self._work = self.settings.shard.reduce_scatter_async(pending, "gradients")
         elif self.settings.shard.size > 1:
             packed = self._buffer()
-            self.packing.pack(self.kept, packed)
+            self.packing.pack(self.rows, packed)
             self._work = self.settings.shard.reduce_scatter_async(packed, "gradients")
         else:
             self._start_all_reduce()
@@ -97,7 +101,7 @@ class Bucket:
         """Add one parameter's whole gradient to what is pending (streaming buckets only)."""
         if self._pending is None:
             self._pending = self._buffer().zero_()
-        self.packing.add(position, gradient, self._pending)
+        self.packing.add(position, rows_first(gradient, self.dims[position]), self._pending)
 
     @property
     def copies(self) -> bool:
@@ -159,6 +163,7 @@ class DataParallel:
 
     `owned` maps names to what the optimiser updates: this rank's rows in the optimiser's dtype, which are the
     parameters themselves (or views of their rows) wherever dtypes agree. `offsets` are the first rows of those.
+    `dims` names parameters whose rows are not those of dim 0; owned rows have that dim in front.
     At level 3 the parameters come without storage, and `drawn` are this rank's rows of them.
     """
 
@@ -168,14 +173,19 @@ class DataParallel:
         places: Mapping[str, Sequence[str]],
         settings: DataSettings,
         drawn: Mapping[str, Tensor],
+        dims: Mapping[str, int] | None = None,
     ) -> None:
         self.parameters, self.settings = dict(parameters), settings
+        self.dims = {name: (dims or {}).get(name, 0) for name in parameters}
         ranks, index = settings.shard.size, settings.shard.index
         if settings.level == 3:
             rows = {name: drawn[name] for name in self.parameters}
         else:
-            rows = {name: rows_of(p.data, ranks, index) for name, p in self.parameters.items()}
-        self.offsets = {name: data_rows(p.shape[0], ranks, index)[0] for name, p in self.parameters.items()}
+            turned = {name: rows_first(p.data, self.dims[name]) for name, p in self.parameters.items()}
+            rows = {name: rows_of(t, ranks, index) for name, t in turned.items()}
+        self.offsets = {
+            name: data_rows(p.shape[self.dims[name]], ranks, index)[0] for name, p in self.parameters.items()
+        }
         self.stored = rows
         self.owned = {name: nn.Parameter(_in_dtype(shard, settings.optimizer_dtype)) for name, shard in rows.items()}
         self.buckets = self._make_buckets()
@@ -185,7 +195,12 @@ class DataParallel:
             for p, shard in zip(bucket.parameters, bucket.shards, strict=True)
         }
         self.units = {
-            place: Unit([self.parameters[n] for n in names], [rows[n] for n in names], settings.shard)
+            place: Unit(
+                [self.parameters[n] for n in names],
+                [rows[n] for n in names],
+                settings.shard,
+                [self.dims[n] for n in names],
+            )
             for place, names in places.items()
             if names
         }
@@ -252,7 +267,7 @@ class DataParallel:
         self._names = {id(p): name for name, p in self.parameters.items()}
         sizes = [(n, p.numel() * self.settings.grad_dtype.itemsize) for n, p in self.parameters.items()]
         found = [
-            Bucket([self.parameters[name] for name in names], self.settings)
+            Bucket([self.parameters[name] for name in names], self.settings, [self.dims[name] for name in names])
             for names in buckets(sizes, self.settings.bucket_mb * MIB)
         ]
         self._place = {id(p): (b, i) for b in found for i, p in enumerate(b.parameters)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardsmith.engine.models.decoder import Stage, Table
+from shardsmith.engine.models.experts import MoE
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.linear import Seam
 from shardsmith.layout.facts import Shard
@@ -38,6 +39,8 @@ def attach(
     )
     for block in stage.blocks():
         block.attention.seam = block.mlp.seam = seam
+        if isinstance(block.mlp, MoE) and block.mlp.spec.shared_ffn:
+            block.mlp.shared.seam = seam
     stage.embedding_seam = Seam(group=group, leave=seam.leave, place="embedding")
     stage.head_seam = Seam(group=group, enter=seam.enter, place="head", overlap=seam.overlap & {"weight_gradient"})
     for name, module in stage.named_modules():

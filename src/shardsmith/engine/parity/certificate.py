@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +10,16 @@ import numpy as np
 import torch
 
 from shardsmith.engine.dataset.batches import Batches, Synthetic, batches_of
+from shardsmith.engine.dataset.samples import Source
 from shardsmith.engine.parity.reference import Arrays, Record, run_reference
 from shardsmith.engine.runtime.forked import run_forked
+from shardsmith.engine.runtime.grouped import Kernel, kernel_for
+from shardsmith.engine.runtime.routing import Choices
 from shardsmith.engine.train.step import DTYPES, Trainer
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Optimisation
-from shardsmith.specs.model import weights
+from shardsmith.specs.model import stored_weights, weights
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 """Largest relative error that counts as equal, by compute dtype."""
@@ -48,6 +52,16 @@ class Certificate:
     loss_error: float
     grad_norm_error: float
     parameters: tuple[ParameterError, ...]
+    routing_flips: int = 0
+
+    @property
+    def expert_kernel(self) -> Kernel | None:
+        """Which kernel multiplied tokens and experts; None without experts."""
+        experts, setup = self.setup.model.experts, self.setup
+        if experts is None:
+            return None
+        width = experts.ffn // setup.plan.expert_tensor
+        return kernel_for(DTYPES[setup.workload.dtype], setup.model.hidden, width)
 
     @property
     def tolerance(self) -> float:
@@ -83,6 +97,9 @@ class Certificate:
             f"  values    {max(p.value_error for p in self.parameters):.1e} after the last step",
             f"  allowed   {self.tolerance:.0e}",
         ]
+        if self.expert_kernel is not None:
+            replayed = "replayed; " if setup.workload.dtype == "float32" else ""
+            lines.append(f"  experts   {self.expert_kernel}; {replayed}{self.routing_flips} tokens chose others")
         if self.shrunk:
             lines.insert(2, f"  shrunk    from {asked.plan.world} ranks: {asked.plan}, model {asked.model.name}")
         elif setup.workload.dtype != asked.workload.dtype:
@@ -109,8 +126,8 @@ class Certificate:
             "losses": list(self.losses),
             "dtype": self.setup.workload.dtype,
             "dtype_asked": self.asked.workload.dtype,
-            "expert_kernel": None,
-            "routing_flips": 0,
+            "expert_kernel": self.expert_kernel,
+            "routing_flips": self.routing_flips,
         }
 
 
@@ -126,16 +143,43 @@ def certify(
     """Train `steps` steps of SGD under the plan and in one process, and compare everything.
 
     Both see the same initial weights and the same synthetic batches, in which the valid tokens are spread
-    unevenly over sequences; `packed` puts several documents into each. Ranks are forked: the caller must not
-    have run any torch operation.
+    unevenly over sequences; `packed` puts several documents into each. In float32 tokens visit the experts that
+    they chose in one process, as a rounding error may change a choice; how many would have is reported. Ranks are
+    forked: the caller must not have run any torch operation.
     """
-    (reference,) = run_forked(_reference, 1, setup, steps, seed, packed, timeout_s=timeout_s)
-    parts = run_forked(_rank, setup.plan.world, setup, steps, seed, packed, timeout_s=timeout_s)
-    found = _assemble(setup, parts)
-    return compare(setup, asked or setup, reference, found, seed=seed)
+    case = Case(setup=setup, steps=steps, seed=seed, packed=packed)
+    (certificate,) = certify_together([case], timeout_s=timeout_s)
+    return replace(certificate, asked=asked or setup)
 
 
-def compare(setup: Setup, asked: Setup, reference: Record, found: Record, *, seed: int = 0) -> Certificate:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan to certify; `source` holds the samples to train on, where they are not the synthetic ones."""
+
+    setup: Setup
+    steps: int
+    seed: int = 0
+    packed: bool = False
+    source: Source | None = None
+
+
+def certify_together(cases: Sequence[Case], *, timeout_s: float) -> list[Certificate]:
+    """`certify` for plans of equal world, one after another in the same processes."""
+    world = cases[0].setup.plan.world
+    assert all(case.setup.plan.world == world for case in cases), "plans that run together have equally many ranks"
+    (references,) = run_forked(_references, 1, cases, timeout_s=timeout_s)
+    choices = [reference.choices for reference in references]
+    by_rank = run_forked(_parts, world, cases, choices, timeout_s=timeout_s)
+    found = []
+    for case, reference, parts in zip(cases, references, zip(*by_rank, strict=True), strict=True):
+        record, flips = _assemble(case.setup, list(parts)), sum(part.routing_flips for part in parts)
+        found.append(compare(case.setup, case.setup, reference, record, seed=case.seed, routing_flips=flips))
+    return found
+
+
+def compare(
+    setup: Setup, asked: Setup, reference: Record, found: Record, *, seed: int = 0, routing_flips: int = 0
+) -> Certificate:
     """The certificate of two records of the same model; a tensor's error as in `relative_errors`."""
     gradients = relative_errors(found.gradients, reference.gradients)
     values = relative_errors(found.values, reference.values)
@@ -148,9 +192,10 @@ def compare(setup: Setup, asked: Setup, reference: Record, found: Record, *, see
         loss_error=_worst(found.losses, reference.losses),
         grad_norm_error=_worst(found.grad_norms, reference.grad_norms),
         parameters=tuple(
-            ParameterError(name=name, grad_error=gradients[name], value_error=values[name])
-            for name in reference.gradients
+            ParameterError(name=name, grad_error=gradients.get(name, 0.0), value_error=values[name])
+            for name in reference.values
         ),
+        routing_flips=routing_flips,
     )
 
 
@@ -168,16 +213,23 @@ def _worst(found: tuple[float, ...], reference: tuple[float, ...]) -> float:
     return max(abs(f - r) / abs(r) for f, r in zip(found, reference, strict=True))
 
 
-def _batches(setup: Setup, seed: int, packed: bool) -> Batches:
-    seq_len = setup.workload.seq_len
-    source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=seq_len, ignored=0.5, packed=packed)
+def _batches(case: Case) -> Batches:
+    setup, seed, source = case.setup, case.seed, case.source
+    if source is None:
+        seq_len = setup.workload.seq_len
+        source = Synthetic(seed=seed, vocab=setup.model.vocab, seq_len=seq_len, ignored=0.5, packed=case.packed)
     return batches_of(source, seed=seed, setup=setup)
 
 
-def _reference(setup: Setup, steps: int, seed: int, packed: bool) -> Record:
-    alone = replace(setup, plan=Plan(microbatch=1))
-    batches = [_batches(alone, seed, packed).batch(step, 0) for step in range(steps)]
-    return run_reference(setup.model, batches, SGD, seed=seed, dtype=DTYPES[setup.workload.dtype])
+def _references(cases: Sequence[Case]) -> list[Record]:
+    return [_reference(case) for case in cases]
+
+
+def _reference(case: Case) -> Record:
+    alone = replace(case, setup=replace(case.setup, plan=Plan(microbatch=1)))
+    batches = [_batches(alone).batch(step, 0) for step in range(case.steps)]
+    model, dtype, factor = case.setup.model, DTYPES[case.setup.workload.dtype], case.setup.plan.capacity_factor
+    return run_reference(model, batches, SGD, seed=case.seed, dtype=dtype, capacity_factor=factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,22 +238,31 @@ class _Part:
     grad_norms: tuple[float, ...]
     gradients: dict[str, tuple[tuple[int, ...], Any]]
     values: dict[str, tuple[tuple[int, ...], Any]]
+    routing_flips: int = 0
 
 
-def _rank(setup: Setup, steps: int, seed: int, packed: bool) -> _Part:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    trainer = Trainer(setup, SGD, rank=rank, seed=seed, device=torch.device("cpu"), compile_backend=COMPILE_BACKEND)
-    batches = _batches(setup, seed, packed)
-    results = []
+def _parts(cases: Sequence[Case], choices: Sequence[tuple[Choices, ...]]) -> list[_Part]:
+    return [_part(case, chosen) for case, chosen in zip(cases, choices, strict=True)]
+
+
+def _part(case: Case, choices: tuple[Choices, ...]) -> _Part:
+    rank, cpu = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0, torch.device("cpu")
+    trainer = Trainer(case.setup, SGD, rank=rank, seed=case.seed, device=cpu, compile_backend=COMPILE_BACKEND)
+    batches = _batches(case)
+    trainer.work.forced = case.setup.workload.dtype == "float32"
+    results, flips = [], 0
     gradients: dict[str, tuple[tuple[int, ...], Any]] = {}
-    for step in range(steps):
+    for step in range(case.steps):
+        trainer.work.replay = choices[step]
         results.append(trainer.step(batches.batch(step, trainer.data_index)))
+        flips += sum(int(count) for count in trainer.work.routing.flips.values())
         gradients = gradients or _owned(trainer, gradients=True)
     return _Part(
         losses=tuple(r.loss for r in results),
         grad_norms=tuple(r.grad_norm for r in results),
         gradients=gradients,
-        values=_owned(trainer, gradients=False),
+        values=_owned(trainer, gradients=False) | _biases(trainer),
+        routing_flips=flips,
     )
 
 
@@ -211,16 +272,23 @@ def _owned(trainer: Trainer, *, gradients: bool) -> dict[str, tuple[tuple[int, .
         if trainer.owns(name):
             tensor = held.parameter.grad if gradients else held.parameter
             assert tensor is not None, f"{name} has no gradient"
-            out[name] = (held.offsets, tensor.detach().double().numpy().copy())
+            out[name] = (held.offsets, held.placed(tensor.detach()).double().numpy().copy())
     return out
+
+
+def _biases(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], Any]]:
+    if not trainer.owns_biases:
+        return {}
+    return {name: ((0,), bias.double().numpy().copy()) for name, bias in trainer.biases().items()}
 
 
 def _assemble(setup: Setup, parts: list[_Part]) -> Record:
     """Full tensors from the shards that the ranks own; every element must come from exactly one rank."""
     gradients: Arrays = {}
     values: Arrays = {}
-    for weight in weights(setup.model):
-        for target, shards in ((gradients, "gradients"), (values, "values")):
+    trained = len(weights(setup.model))
+    for at, weight in enumerate(stored_weights(setup.model)):
+        for target, shards in ((gradients, "gradients"), (values, "values"))[at >= trained :]:
             full = np.full(weight.shape, np.nan)
             filled = 0
             for part in parts:

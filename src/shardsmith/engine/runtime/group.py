@@ -20,6 +20,21 @@ from shardsmith.timeline import LaneKind
 
 
 @dataclass(frozen=True, kw_only=True)
+class Arriving:
+    """A hop of a ring under way: what was `sent` must not change, nor `value` be read, before `wait` returns it."""
+
+    sent: Tensor
+    value: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """What the rank before sent."""
+        for work in self.works:
+            work.wait()
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """`ranks` (global) that share an axis; `index` is this process's place among them.
 
@@ -90,6 +105,47 @@ class Group:
         out = x.new_empty(x.numel() // self.size)
         work: dist.Work = dist.reduce_scatter_single(out, x, group=self.handle, async_op=True)
         return self.recorder.launched(self.axis, "reduce_scatter", purpose, _bytes(x), work), out
+
+    def all_to_all(self, x: Tensor, purpose: str) -> Tensor:
+        """Send part i of dim 0 of `x` [n x size, ...] to rank i; parts arrive in the order of the ranks."""
+        if self.handle is None:
+            return x
+        x = x.contiguous()
+        assert x.shape[0] % self.size == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {self.size} ranks"
+        out = torch.empty_like(x)
+        with self._call("all_to_all", purpose, out):
+            dist.all_to_all_single(out, x, group=self.handle)
+        return out
+
+    def exchange_async(
+        self, x: Tensor, sent: list[int], received: list[int], purpose: str, *, payload: int
+    ) -> tuple[dist.Work | None, Tensor]:
+        """Start to send `sent[i]` rows of `x` to rank i and to receive `received[i]` from it, in the order of ranks.
+
+        `payload` is what is counted in bytes. Wait for the work before reading the result.
+        """
+        if self.handle is None:
+            return None, x
+        self._note("all_to_all", purpose)
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        work: dist.Work = dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.handle, async_op=True)
+        return self.recorder.launched(self.axis, "all_to_all", purpose, payload, work), out
+
+    def pass_on(self, x: Tensor, purpose: str) -> Arriving:
+        """Start to send `x` to the next rank of the ring, and to receive as much from the one before."""
+        assert self.handle is not None, "a ring has at least two ranks"
+        self._note("send", purpose)
+        x = x.contiguous()
+        after, before = self.ranks[(self.index + 1) % self.size], self.ranks[self.index - 1]
+        value = torch.empty_like(x)
+        operations = [
+            dist.P2POp(dist.isend, x, after, self.handle),
+            dist.P2POp(dist.irecv, value, before, self.handle),
+        ]
+        self.recorder.count(self.axis, "send", purpose, _bytes(x))
+        works = dist.batch_isend_irecv(operations)
+        works[-1] = self.recorder.launched(self.axis, "receive", purpose, _bytes(x), works[-1])
+        return Arriving(sent=x, value=value, works=works)
 
     def _call(self, kind: str, purpose: str, payload: Tensor) -> AbstractContextManager[None]:
         self._note(kind, purpose)

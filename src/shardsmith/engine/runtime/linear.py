@@ -176,6 +176,14 @@ def _linear_traced(x: Tensor, projections: list[Projection], seam: Seam) -> list
     return [F.linear(x, p.weight, p.bias) for p in projections]
 
 
+def enter(x: Tensor, seam: Seam) -> Tensor:
+    """`x` [S, ...] as `seam` lets it in, for several linears behind one collective; what is gathered is kept."""
+    if seam.group is None or seam.enter == "none":
+        return x
+    out: Tensor = _Enter.apply(x, seam)
+    return out
+
+
 def leave(partial: Tensor, seam: Seam) -> Tensor:
     """Sum `partial` [S, ...] over the tensor ranks, as the seam says; its backward is the counterpart."""
     if seam.group is None or seam.leave == "none":
@@ -337,6 +345,17 @@ def _accumulation(
             add_product(parameter, grad, full)
 
     return compute
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seam: Seam) -> Tensor:
+        ctx.seam = seam
+        return entered(x, seam, "forward").view_as(x) if seam.enter == "copy" else entered(x, seam, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return entered_backward(grad, ctx.seam), None
 
 
 class _Leave(torch.autograd.Function):

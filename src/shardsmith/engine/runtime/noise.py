@@ -30,26 +30,41 @@ STRIDE = 0x9E3779B9
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """The masks of one microbatch in one step, or in one layer of it; `keys_B` name its sequences' masks."""
+    """The masks of one microbatch in one step, or in one layer of it; `keys_B` name its sequences' masks.
+
+    `places_S` are the places in the sequence of this rank's rows (None: all, from 0 on).
+    """
 
     keys_B: Tensor
+    places_S: Tensor | None = None
 
     def of(self, layer: int) -> Noise:
         """The masks of one layer; -1 stands for what comes before the first."""
-        return Noise(keys_B=_below(self.keys_B, layer + 1))
+        return Noise(keys_B=_below(self.keys_B, layer + 1), places_S=self.places_S)
 
     def drop(self, x_SBD: Tensor, rate: float, site: Site, first: int = 0) -> Tensor:
-        """`x` [S, B, D] with elements dropped at `rate` and the rest scaled; row 0 is place `first` of the sequence."""
-        rows_S1 = torch.arange(first, first + x_SBD.shape[0], device=x_SBD.device)[:, None]
-        return _dropped(x_SBD, _below(_below(self.keys_B, SITES[site]), rows_S1), rate)
+        """`x` [S, B, D] with elements dropped at `rate` and the rest scaled; row 0 is row `first` of this rank."""
+        last = first + x_SBD.shape[0]
+        rows_S = torch.arange(first, last, device=x_SBD.device) if self.places_S is None else self.places_S[first:last]
+        return _dropped(x_SBD, _below(_below(self.keys_B, SITES[site]), rows_S[:, None]), rate)
 
-    def drop_probabilities(self, shares_BHSS: Tensor, rate: float, first_head: int = 0) -> Tensor:
-        """Attention probabilities [B, H, S, S] dropped like that; `first_head` is the global index of head 0."""
+    def drop_probabilities(
+        self,
+        shares_BHSS: Tensor,
+        rate: float,
+        first_head: int = 0,
+        rows_S: Tensor | None = None,
+        keys_S: Tensor | None = None,
+    ) -> Tensor:
+        """Attention probabilities [B, H, S, S] dropped like that; `first_head` is the global index of head 0.
+
+        `rows_S` and `keys_S` are the places of the queries and keys (None: all, from 0 on).
+        """
         heads, rows = shares_BHSS.shape[1:3]
         heads_H = torch.arange(first_head, first_head + heads, device=shares_BHSS.device)
-        rows_S = torch.arange(rows, device=shares_BHSS.device)
+        rows_S = torch.arange(rows, device=shares_BHSS.device) if rows_S is None else rows_S
         keys_BH = _below(_below(self.keys_B, SITES["probabilities"])[:, None], heads_H)
-        return _dropped(shares_BHSS, _below(keys_BH[..., None], rows_S), rate)
+        return _dropped(shares_BHSS, _below(keys_BH[..., None], rows_S), rate, keys_S)
 
 
 def noise_of(seed: int, step: int, samples: Sequence[int], device: torch.device) -> Noise:
@@ -59,11 +74,11 @@ def noise_of(seed: int, step: int, samples: Sequence[int], device: torch.device)
     return Noise(keys_B=torch.tensor(keys, dtype=torch.int64, device=device))
 
 
-def _dropped(x: Tensor, keys: Tensor, rate: float) -> Tensor:
-    """`x` [..., D], each of whose rows has a key."""
+def _dropped(x: Tensor, keys: Tensor, rate: float, columns_D: Tensor | None = None) -> Tensor:
+    """`x` [..., D], each of whose rows has a key; `columns_D` number its columns (None: from 0 on)."""
     if rate == 0.0:
         return x
-    columns_D = torch.arange(x.shape[-1], device=x.device)
+    columns_D = torch.arange(x.shape[-1], device=x.device) if columns_D is None else columns_D
     kept = _below(keys[..., None], columns_D) >= round(rate * WORD)
     return torch.where(kept, x / (1.0 - rate), 0.0)
 

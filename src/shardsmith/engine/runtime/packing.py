@@ -94,6 +94,23 @@ class Packing:
             shard.copy_(part[: shard.numel()].view(shard.shape))
 
 
+def rows_first(tensor: Tensor, dim: int) -> Tensor:
+    """`tensor` with its dim `dim`, whose rows are shared out, in front (a view); its own inverse."""
+    return tensor if dim == 0 else tensor.transpose(0, dim)
+
+
+def shape_rows_first(shape: Shape, dim: int) -> Shape:
+    """The shape of `rows_first` of a tensor of `shape`, which need not have storage."""
+    turned = list(shape)
+    turned[0], turned[dim] = shape[dim], shape[0]
+    return tuple(turned)
+
+
+def empty_rows_first(shape: Shape, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor of `shape` whose rows along `dim` lie one after another in memory."""
+    return rows_first(torch.empty(shape_rows_first(shape, dim), dtype=dtype, device=device), dim)
+
+
 def rows_of(tensor: Tensor, ranks: int, index: int) -> Tensor:
     """Rank `index`'s rows of a full tensor (a view); empty where the rows do not reach that far."""
     first, rows = data_rows(tensor.shape[0], ranks, index)

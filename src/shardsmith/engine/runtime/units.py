@@ -16,18 +16,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardsmith.engine.runtime.group import Group
-from shardsmith.engine.runtime.packing import Packing
+from shardsmith.engine.runtime.packing import Packing, rows_first, shape_rows_first
 
 
 class Unit:
     """Weights that are whole or sharded together. Their storage is empty while they are sharded.
 
-    `shards[i]` are this rank's rows of `parameters[i]`, in the dtype of the parameters.
+    `shards[i]` are this rank's rows of `parameters[i]` along its dim `dims[i]`, that dim in front, in the dtype of
+    the parameters.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shards: Sequence[Tensor], group: Group) -> None:
-        self.parameters, self.shards, self.group = list(parameters), list(shards), group
-        self.packing = Packing(shapes=tuple(tuple(p.shape) for p in parameters), ranks=group.size)
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], shards: Sequence[Tensor], group: Group, dims: Sequence[int]
+    ) -> None:
+        self.parameters, self.shards, self.group, self.dims = list(parameters), list(shards), group, list(dims)
+        shapes = [shape_rows_first(tuple(p.shape), dim) for p, dim in zip(parameters, dims, strict=True)]
+        self.packing = Packing(shapes=tuple(shapes), ranks=group.size)
         self.bytes = [p.numel() * p.element_size() for p in parameters]
         self.whole = True
         self._arriving: tuple[dist.Work | None, Tensor] | None = None
@@ -54,8 +58,11 @@ class Unit:
             if parameter.untyped_storage().size() != size:
                 parameter.untyped_storage().resize_(size)
         # Through `.data`, so that graphs which saved the parameters do not take this for a change of value.
-        self.packing.unpack(flat, [p.data for p in self.parameters])
+        self.packing.unpack(flat, self._rows())
         self._arriving, self.whole = None, True
+
+    def _rows(self) -> list[Tensor]:
+        return [rows_first(p.data, dim) for p, dim in zip(self.parameters, self.dims, strict=True)]
 
     def free(self) -> None:
         """Keep only the shards."""

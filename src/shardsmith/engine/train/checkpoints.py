@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardsmith.engine.checkpoint import store
-from shardsmith.engine.checkpoint.blocks import Block, read_blocks, write_blocks
+from shardsmith.engine.checkpoint.blocks import Block, read_blocks, whole_block, write_blocks
 from shardsmith.engine.checkpoint.formats import open_weights
 from shardsmith.engine.checkpoint.record import Record, plain, read_record
 from shardsmith.engine.checkpoint.state import (
@@ -56,11 +56,11 @@ class Checkpoints:
     def begin_with(self, folder: Path) -> None:
         """Take the weights in `folder`, whatever format they have, as those of step 0; each rank reads its own rows."""
         source, trainer = open_weights(folder, "run.init"), self.trainer
-        for name, held in trainer.held().items():
+        for name, block in (self._weights() | self._biases()).items():
             part = source.read(name)
-            for dim, (start, size) in enumerate(zip(held.offsets, held.parameter.shape, strict=True)):
+            for dim, (start, size) in enumerate(zip(block.offsets, block.tensor.shape, strict=True)):
                 part = part.narrow(dim, start, size)
-            held.parameter.detach().copy_(part)
+            block.tensor.copy_(part)
         trainer.spread()
         self._say(f"begun with the weights in {folder}")
         trainer.check_replicas()
@@ -70,7 +70,7 @@ class Checkpoints:
         record = self.team.agree(lambda: read_record(folder))
         trainer, reset = self.trainer, self.job.run.reset
         weights = self._weights()
-        read_blocks(folder / store.WEIGHTS, weights, self.team.group)
+        read_blocks(folder / store.WEIGHTS, weights | self._biases(), self.team.group)
         self._load_optimizer(folder, record, weights)
         if record.dtype == "float16" and trainer.scaler.dynamic:
             trainer.scaler.scale, trainer.scaler.good_steps = record.loss_scale, record.good_steps
@@ -96,7 +96,7 @@ class Checkpoints:
         team.meet(f"the checkpoint of step {step}")
         staging = team.agree(lambda: store.begin(self.root, step))
         record, weights = self._record(step), self._weights()
-        write_blocks(staging / store.WEIGHTS, weights, team.group)
+        write_blocks(staging / store.WEIGHTS, weights | self._biases(), team.group)
         write_blocks(staging / store.OPTIMIZER, self._optimizer(record, weights), team.group)
         team.agree(lambda: store.commit(staging, final, record))
         team.agree(lambda: store.prune(self.root, self.job.run.keep))
@@ -113,7 +113,7 @@ class Checkpoints:
         now = optimizer_record(parameters, trainer.optimizer, trainer.optimisation)
         saved = replace(saved, states=tuple(key for key in saved.states if key in now.needs))
         prepare_optimizer(parameters, trainer.optimizer, saved)
-        blocks = optimizer_blocks(weights, parameters, trainer.optimizer, saved)
+        blocks = optimizer_blocks(weights, trainer.held(), trainer.optimizer, saved)
         same = (record.world, record.plan) == (self.team.world, str(trainer.setup.plan))
         generators = generator_blocks(self.team.rank, trainer.device) if same else {}
         read_blocks(folder / store.OPTIMIZER, blocks | generators, self.team.group)
@@ -126,17 +126,21 @@ class Checkpoints:
             name: Block(
                 shape=trainer.weights[name].shape,
                 offsets=held.offsets,
-                tensor=held.parameter.detach(),
+                tensor=held.placed(held.parameter.detach()),
                 owned=trainer.owns(name),
             )
             for name, held in trainer.held().items()
         }
 
+    def _biases(self) -> dict[str, Block]:
+        """The balancing biases, which stand in a checkpoint beside the weights."""
+        owned = self.trainer.owns_biases
+        return {name: replace(whole_block(bias), owned=owned) for name, bias in self.trainer.biases().items()}
+
     def _optimizer(self, record: Record, weights: dict[str, Block]) -> dict[str, Block]:
         trainer = self.trainer
-        parameters = {name: held.parameter for name, held in trainer.held().items()}
         assert record.optimizer is not None, "a run has an optimiser"
-        moments = optimizer_blocks(weights, parameters, trainer.optimizer, record.optimizer)
+        moments = optimizer_blocks(weights, trainer.held(), trainer.optimizer, record.optimizer)
         return moments | generator_blocks(self.team.rank, trainer.device)
 
     def _record(self, step: int) -> Record:

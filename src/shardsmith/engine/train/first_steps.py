@@ -23,19 +23,19 @@ SAME_SAMPLES = Code(
 OTHER_BATCH = Code(
     code="G502",
     title="ranks of one data rank have different batches",
-    because="tensor and pipeline ranks compute parts of one and the same microbatch; parts of two are nonsense",
+    because="tensor, context and pipeline ranks compute parts of one and the same microbatch, not of several",
 )
 
 
 def check_batches(microbatches: Sequence[Microbatch], batches: Batches, groups: Groups, step: int) -> None:
     """Compare what the ranks are about to compute in `step` (from 0); every rank must call this.
 
-    Raises `Refused` on all ranks concerned: G502 where tensor or pipeline ranks hold different tokens, labels,
-    positions or documents, G501 where data ranks share a sample that the order draws once.
+    Raises `Refused` on all ranks concerned: G502 where tensor, context or pipeline ranks hold different tokens,
+    labels, positions or documents, G501 where data ranks share a sample that the order draws once.
     """
     device = microbatches[0].tokens.device
     digest = torch.tensor([[batch_digest(microbatches)]], dtype=torch.int64, device=device)
-    for group, axis in ((groups.tensor, "tensor"), (groups.forward, "pipeline")):
+    for group, axis in ((groups.tensor, "tensor"), (groups.context, "context"), (groups.forward, "pipeline")):
         _same(group.all_gather(digest, "batch digests")[:, 0].tolist(), group, axis, step)
     mine = torch.tensor([[i for m in microbatches for i in m.samples]], dtype=torch.int64, device=device)
     everyone = groups.data.all_gather(mine, "sample ids").tolist()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardsmith.engine.train.step import Trainer
-from shardsmith.specs.model import weights
+from shardsmith.specs.model import stored_weights
 from shardsmith.timeline import Timeline
 
 
@@ -19,16 +19,19 @@ def full_parameters(trainer: Trainer) -> dict[str, Tensor] | None:
     Meant for models that one host can hold: everything passes through rank 0.
     """
     mine = {
-        name: (held.offsets, held.parameter.detach().cpu())
+        name: (held.offsets, held.placed(held.parameter.detach()).cpu())
         for name, held in trainer.held().items()
         if trainer.owns(name)
     }
+    if trainer.owns_biases:
+        mine |= {name: ((0,), bias.cpu()) for name, bias in trainer.biases().items()}
     parts = gather_objects(mine)
     if parts is None:
         return None
     full = {}
-    for weight in weights(trainer.setup.model):
-        tensor = torch.empty(weight.shape, dtype=next(iter(parts[0].values()))[1].dtype)
+    for weight in stored_weights(trainer.setup.model):
+        dtype = next(part[weight.name][1].dtype for part in parts if weight.name in part)
+        tensor = torch.empty(weight.shape, dtype=dtype)
         filled = 0
         for part in parts:
             if weight.name in part:

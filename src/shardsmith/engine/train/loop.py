@@ -18,6 +18,7 @@ from shardsmith.engine.checkpoint.run_folder import write_run
 from shardsmith.engine.checkpoint.source import in_memory
 from shardsmith.engine.dataset.batches import batches_of, held_out_of
 from shardsmith.engine.dataset.open import open_data
+from shardsmith.engine.parallel.expert import Loads
 from shardsmith.engine.runtime import environment, preemption, process, progress
 from shardsmith.engine.train.beginning import clear_run
 from shardsmith.engine.train.checkpoints import Checkpoints
@@ -143,6 +144,8 @@ def _metrics(job: Job, step: int, result: StepResult, seconds: float, rate: floa
     flops = model_flops(setup.model, seq_len=setup.workload.seq_len, tokens=result.tokens)
     peak = setup.cluster.device.peak(setup.workload.dtype)
     share = None if peak is None else mfu(flops.total / seconds, peak * setup.plan.world)
+    loads = result.loads
+    routed = {} if loads is None else _routed(loads)
     return StepMetrics(
         step=step,
         loss=result.loss,
@@ -153,7 +156,18 @@ def _metrics(job: Job, step: int, result: StepResult, seconds: float, rate: floa
         step_time_s=seconds,
         lr=rate,
         skipped=result.skipped,
+        **routed,
     )
+
+
+def _routed(loads: Loads) -> dict[str, float]:
+    return {
+        "aux_loss": loads.aux_loss,
+        "z_loss": loads.z_loss,
+        "expert_load_max": loads.largest,
+        "expert_load_min": loads.smallest,
+        "dropped": loads.dropped,
+    }
 
 
 def _write_timeline(trainer: Trainer, folder: Path, notes: tuple[str, ...]) -> None:

@@ -16,6 +16,11 @@ class StepMetrics:
     `tokens` counts valid targets over all data ranks, `tokens_per_s` those of the whole world; `mfu` is
     None where the peak of the device is not known. `eval_loss` is the mean over the targets held out, None in
     steps without evaluation. `skipped` steps left the parameters alone; their loss or norm was not finite.
+
+    With experts, else None: `aux_loss` and `z_loss` are means over layers and sequences before their coefficients,
+    no part of `loss`; the first is 1 where loads are even. `expert_load_max` is the load of the fullest expert of any
+    layer as a multiple of the mean, `expert_load_min` that of the emptiest; `dropped` the share of choices for which
+    an expert had no room.
     """
 
     step: int
@@ -28,6 +33,11 @@ class StepMetrics:
     lr: float
     eval_loss: float | None = None
     skipped: bool = False
+    aux_loss: float | None = None
+    z_loss: float | None = None
+    expert_load_max: float | None = None
+    expert_load_min: float | None = None
+    dropped: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; what is not a finite number, which JSON cannot say, is None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.parallel.data import DataParallel
 from shardsmith.engine.runtime.noise import Noise, noise_of
 from shardsmith.engine.runtime.recorder import Recorder
+from shardsmith.engine.runtime.routing import Choices, Routing, RoutingLog
 from shardsmith.schedule.ir import Action, Kind
 
 
@@ -32,7 +33,7 @@ class StageWork:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        data: Mapping[int, DataParallel],
+        data: Mapping[int, Sequence[DataParallel]],
         recorder: Recorder,
         pace: Mapping[Kind, float] | None = None,
         seed: int = 0,
@@ -43,25 +44,39 @@ class StageWork:
         self.tokens = 1.0
         self.loss_scale = 1.0
         self.training = True
-        self.seed, self.step = seed, 0
+        self.seed, self.step, self.sequences = seed, 0, 1
         self.loss_sums: dict[int, Tensor] = {}
+        self.routing = RoutingLog()
+        self.replay: Choices | None = None
+        """What routers chose in another run of the same step, to be compared; with `forced` also to be chosen."""
+        self.forced = False
         self._live: dict[tuple[int, int], _Live] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def begin(
-        self, microbatches: list[Microbatch], tokens: float, loss_scale: float = 1.0, *, training: bool = True
+        self,
+        microbatches: list[Microbatch],
+        tokens: float,
+        loss_scale: float = 1.0,
+        *,
+        sequences: int = 1,
+        training: bool = True,
     ) -> None:
-        """Take the microbatches of a step, the valid tokens of the step over all ranks, and the loss scale.
+        """Take the microbatches of a step, valid tokens and sequences of the step over all ranks, and the loss scale.
 
         Without `training` forwards keep nothing, and no backward may follow.
         """
         self.microbatches, self.tokens, self.loss_scale, self.training = microbatches, tokens, loss_scale, training
+        self.sequences = sequences
         self.loss_sums.clear()
+        if training:
+            self.routing.clear()
 
     def before(self, action: Action, *, reduced: bool) -> None:
         """Let a whole backward pass launch the reduction that follows it, bucket by bucket."""
         if reduced and action.kind is Kind.B:
-            self.data[action.stage].arm()
+            for data in self.data[action.stage]:
+                data.arm()
 
     def unshard(self, stage: int) -> None:
         """Make the weights of a stage whole, unless they stream through its gate during each pass."""
@@ -87,7 +102,8 @@ class StageWork:
 
     def reduce(self, stage: int) -> None:
         """Flush the reduction of a stage."""
-        self.data[stage].finish()
+        for data in self.data[stage]:
+            data.finish()
 
     def _forward(self, action: Action, incoming: Tensor | None) -> Tensor | None:
         stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -96,7 +112,8 @@ class StageWork:
             entered = incoming.detach().requires_grad_(self.training)
         with torch.set_grad_enabled(self.training):
             source = batch.tokens.t() if entered is None else entered
-            left = stage(source, batch.positions.t(), batch.documents, self._noise(batch))
+            routing = self._routing(action.microbatch)
+            left = stage(source, batch.positions.t(), batch.documents, self._noise(batch), routing)
             if stage.stage.head:
                 loss = stage.loss_sum(left, batch.labels.t())
                 self.loss_sums[action.microbatch] = loss.detach()
@@ -104,6 +121,18 @@ class StageWork:
         if self.training:
             self._live[action.stage, action.microbatch] = _Live(entered, left)
         return None if stage.stage.head else left.detach()
+
+    def _routing(self, microbatch: int) -> Routing | None:
+        if not self.training:
+            return None
+        return Routing(
+            microbatch=microbatch,
+            samples=self.microbatches[microbatch].samples,
+            scale=self.loss_scale / self.sequences,
+            log=self.routing,
+            replay=self.replay,
+            forced=self.forced,
+        )
 
     def _noise(self, batch: Microbatch) -> Noise | None:
         return noise_of(self.seed, self.step, batch.samples, batch.tokens.device) if self.training else None

@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.initialise import materialise
+from shardsmith.engine.parallel import context as context_axis
+from shardsmith.engine.parallel import expert as expert_axis
 from shardsmith.engine.parallel import tensor as tensor_axis
 from shardsmith.engine.parallel.data import DataParallel, DataSettings
 from shardsmith.engine.parallel.pipeline import Wire
 from shardsmith.engine.runtime.groups import Groups, make_groups
 from shardsmith.engine.runtime.interpreter import Interpreter
+from shardsmith.engine.runtime.packing import rows_first
 from shardsmith.engine.runtime.recorder import Recorder
+from shardsmith.engine.runtime.sequence_parts import Parts
 from shardsmith.engine.runtime.units import Gate, Unit
 from shardsmith.engine.train.norm import clip_factor, largest_entry, squared_norm
 from shardsmith.engine.train.optimizer import make_optimizer
@@ -31,7 +35,7 @@ from shardsmith.layout.axes.tensor import kv_copies
 from shardsmith.layout.facts import Shard
 from shardsmith.layout.shards import data_shard, shard, stage_weights
 from shardsmith.plan.batch import batching
-from shardsmith.plan.mesh import data_index, mesh_of
+from shardsmith.plan.mesh import Coord, data_index, expert_coord, mesh_of
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stages
@@ -52,7 +56,7 @@ class StepResult:
     """What one step did, the same numbers on every rank.
 
     `skipped`: loss or gradient was not finite, so the parameters are those from before. `stop`: some rank
-    was asked to stop.
+    was asked to stop. `loads` says how the experts were used, where there are any.
     """
 
     loss: float
@@ -60,14 +64,23 @@ class StepResult:
     tokens: int
     skipped: bool = False
     stop: bool = False
+    loads: expert_axis.Loads | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What this rank answers for of one full tensor: rows from `offsets` on, as the optimiser has them."""
+    """What this rank answers for of one full tensor: rows from `offsets` on, as the optimiser has them.
+
+    `parameter` has the dim in front along which ZeRO cuts, which is `dim` of the full tensor.
+    """
 
     offsets: tuple[int, ...]
     parameter: nn.Parameter
+    dim: int = 0
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """`rows`, laid out as `parameter`, with their dims as in the full tensor (a view)."""
+        return rows_first(rows, self.dim)
 
 
 class Trainer:
@@ -99,7 +112,17 @@ class Trainer:
         self._every = stages(setup.plan, setup.model)
         ends = (self._every[0].rank, self._every[-1].rank)
         copies = kv_copies(setup.plan, setup.model)
-        self.groups: Groups = make_groups(mesh, rank, self.recorder, ends=ends, kv_copies=copies, timeout_s=timeout_s)
+        self.groups: Groups = make_groups(
+            mesh,
+            rank,
+            self.recorder,
+            ends=ends,
+            kv_copies=copies,
+            ulysses=setup.plan.ulysses,
+            experts=setup.plan if setup.model.experts is not None else None,
+            timeout_s=timeout_s,
+        )
+        self.parts = Parts(ring=self.groups.ring, ulysses=self.groups.ulysses)
         self.weights: dict[str, Weight] = {}
         self.shards: dict[str, Shard] = {}
         self._drawn: dict[str, Tensor] = {}
@@ -135,23 +158,36 @@ class Trainer:
         found = {}
         for data in self._all_data():
             for name, parameter in data.owned.items():
-                first, *rest = self.shards[name].offsets
-                found[name] = Held(offsets=(first + data.offsets[name], *rest), parameter=parameter)
+                offsets, dim = list(self.shards[name].offsets), data.dims[name]
+                offsets[dim] += data.offsets[name]
+                found[name] = Held(offsets=tuple(offsets), parameter=parameter, dim=dim)
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's rows of all gradients, complete once a step's reductions are done."""
+        """This rank's rows of all gradients, complete once a step's reductions are done; laid out as held rows are."""
         return {name: g for data in self._all_data() for name, g in data.shard_gradients.items()}
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the one that counts, saves or reports its rows of `name` (replicas: the first)."""
-        if self.coord.replicate or self.coord.context:
+        if self.shards[name].expert:
+            place = expert_coord(self.setup.plan, self.coord)
+            return place.replicate == 0 and (self.setup.plan.zero > 0 or place.shard == 0)
+        if self.coord.replicate:
             return False
-        if self.coord.shard and self.setup.plan.zero == 0:
+        if (self.coord.shard or self.coord.context) and self.setup.plan.zero == 0:
             return False
         if (self.shards[name].tensor_dim is None and self.coord.tensor) or self.shards[name].copy:
             return False
         return name not in self._tied() or self.groups.tied.index == 0
+
+    def biases(self) -> Mapping[str, Tensor]:
+        """The balancing biases of this rank's stages, by their global name."""
+        return expert_axis.biases(self.stages.values())
+
+    @property
+    def owns_biases(self) -> bool:
+        """Whether this rank is the one of its pipeline rank that saves and reports them."""
+        return self.coord == Coord(pipeline=self.coord.pipeline, replicate=0, shard=0, context=0, tensor=0)
 
     def check_replicas(self) -> None:
         """Compare what should be equal on several ranks, bit by bit; raises `Refused` (D301) on a difference."""
@@ -159,7 +195,10 @@ class Trainer:
         whole = self.setup.plan.zero < 3
         stored = {n: p for d in self._all_data() for n, p in d.stored.items()}
         compared: Mapping[str, Tensor] = every if whole else stored
-        check_replicas(compared, self.groups.data if whole else self.groups.replicate, "data-parallel replicas")
+        routed = {name: p for name, p in compared.items() if self.shards[name].expert}
+        compared = {name: p for name, p in compared.items() if name not in routed}
+        check_replicas(compared, self.groups.gradient if whole else self.groups.replicate, "data-parallel replicas")
+        check_replicas(routed, self.groups.expert_data if whole else self.groups.replicate, "replicas of experts")
         replicated = {name: p for name, p in compared.items() if self.shards[name].tensor_dim is None}
         check_replicas(replicated, self.groups.tensor, "parameters replicated over the tensor axis")
         copied = {name: p for name, p in compared.items() if self.shards[name].copy is not None}
@@ -182,20 +221,25 @@ class Trainer:
             data.begin()
         self.work.step = self.steps_taken
         self.steps_taken += 1
-        self.work.begin(microbatches, self._global_tokens(microbatches), self.scaler.scale)
+        tokens, sequences = self._global_tokens(microbatches), self.setup.workload.global_batch
+        microbatches = [context_axis.split(m, self.parts) for m in microbatches]
+        self.work.begin(microbatches, tokens, self.scaler.scale, sequences=sequences)
         self.interpreter.run(self.work, self.wire)
         self._reduce_gradients()
         result = self._summarise(microbatches)
+        if self.setup.model.experts is not None:
+            result = replace(result, loads=self._balance(skipped=result.skipped))
         self.scaler.update(finite=not result.skipped)
         if not result.skipped:
             self._update(clip_factor(result.grad_norm, self.optimisation.clip) / self.work.loss_scale)
         return result
 
     def evaluate(self, microbatches: list[Microbatch]) -> tuple[float, int]:
-        """Sum of the losses and number of targets of this rank's `microbatches`, by forward passes alone.
+        """Sum of the losses and number of targets of this rank's part of `microbatches`, by forward passes alone.
 
-        (0, 0) on all ranks but one of each data rank, so that sums over the world count everything once.
+        (0, 0) on all ranks but one of those with the same part, so that sums over the world count everything once.
         """
+        microbatches = [context_axis.split(m, self.parts) for m in microbatches]
         self.work.begin(microbatches, 1.0, training=False)
         self.forward_interpreter.run(self.work, self.forward_wire)
         return self._counted(microbatches)
@@ -211,6 +255,8 @@ class Trainer:
         tensor_axis.attach(
             module, shards, self.groups.tensor, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap
         )
+        expert_axis.attach(module, plan, self.groups)
+        context_axis.attach(module, self.parts)
         module.recompute, module.loss_chunk = plan.recompute, plan.loss_chunk
         self.weights.update({w.name: w for w in weights})
         self.shards.update(shards)
@@ -232,18 +278,27 @@ class Trainer:
         """Give every stage its gradients and rows, and at ZeRO level 3 its gate."""
         plan, tied = self.setup.plan, self._tied()
         settings = self._data_settings()
-        self.data: dict[int, DataParallel] = {}
+        routed = replace(
+            settings,
+            shard=self.groups.expert_shard if plan.zero else self.groups.alone,
+            replicate=self.groups.replicate if plan.zero else self.groups.expert_data,
+        )
+        self.data: dict[int, list[DataParallel]] = {}
         # The gradient of a tied embedding stays whole until both its stages have finished.
         self.tied_data = DataParallel(tied, {"tied": list(tied)}, replace(settings, stream=False), self._drawn)
         for index, stage in self.stages.items():
             own = {name: p for name, p in stage.named_parameters() if name not in tied}
-            places = {place: [n for n in names if n in own] for place, names in _places(own).items()}
-            self.data[index] = data = DataParallel(own, places, settings, self._drawn)
+            self.data[index] = []
+            for expert, how in ((False, settings), (True, routed)):
+                part = {name: p for name, p in own.items() if self.shards[name].expert is expert}
+                dims = {name: self.shards[name].zero_dim for name in part}
+                if part or not expert:
+                    self.data[index].append(DataParallel(part, _places(part), how, self._drawn, dims))
             if plan.zero == 3:
-                stage.gate = Gate(self._units(stage, data), streaming=plan.zero_gather == "per_pass")
+                stage.gate = Gate(self._units(stage, self.data[index]), streaming=plan.zero_gather == "per_pass")
         self._drawn.clear()
         for name, held in self.held().items():
-            planned, found = data_shard(self.shards[name], plan, self.coord), tuple(held.parameter.shape)
+            planned, found = data_shard(self.shards[name], plan, self.coord), tuple(held.placed(held.parameter).shape)
             assert (held.offsets, found) == (planned.offsets, planned.shape), f"{name}: the shard is not as planned"
 
     def _data_settings(self) -> DataSettings:
@@ -251,7 +306,7 @@ class Trainer:
         level = plan.zero
         return DataSettings(
             shard=self.groups.shard if level else self.groups.alone,
-            replicate=self.groups.replicate if level else self.groups.data,
+            replicate=self.groups.replicate if level else self.groups.gradient,
             level=level,
             stream=streams_gradients(plan),
             bucket_mb=plan.bucket_mb,
@@ -260,14 +315,15 @@ class Trainer:
             optimizer_dtype=DTYPES[kinds.optimizer],
         )
 
-    def _units(self, stage: Stage, data: DataParallel) -> dict[str, list[Unit]]:
+    def _units(self, stage: Stage, parts: list[DataParallel]) -> dict[str, list[Unit]]:
         """The units of each place of `stage`, in the order of the forward pass; a tied table serves both ends."""
-        spec = stage.stage
+        spec, data = stage.stage, parts[0]
         table = data.units.get("embedding") if not self._tied() else self.tied_data.units.get("tied")
         found: dict[str, list[Unit]] = {}
         if spec.embedding:
             found["embedding"] = [u for u in (data.units.get("embedding"), table) if u is not None]
-        found |= {str(layer): [data.units[str(layer)]] for layer in spec.layers}
+        for place in map(str, spec.layers):
+            found[place] = [part.units[place] for part in parts if place in part.units]
         if spec.head:
             found["head"] = [data.units["head"], *([table] if self.setup.model.tied and table is not None else [])]
         return {place: list(dict.fromkeys(units)) for place, units in found.items()}
@@ -296,7 +352,7 @@ class Trainer:
         return Interpreter(steps, order.stages), Wire(wires, self._message_shape, self.dtype, self.device)
 
     def _all_data(self) -> list[DataParallel]:
-        return [*self.data.values(), self.tied_data]
+        return [*(data for parts in self.data.values() for data in parts), self.tied_data]
 
     def _message_shape(self, microbatch: int) -> tuple[int, ...]:
         length, sequences = self.work.microbatches[microbatch].tokens.t().shape
@@ -305,7 +361,7 @@ class Trainer:
         return (length, sequences, self.setup.model.hidden)
 
     def _global_tokens(self, microbatches: list[Microbatch]) -> float:
-        """Valid tokens of the step over all data ranks; only the last stage needs, and asks for, the number."""
+        """Valid tokens of the step over all data ranks, of whole sequences; only the last stage asks for the number."""
         if not any(s.stage.head for s in self.stages.values()):
             return 1.0
         count = torch.tensor(float(_valid_tokens(microbatches)), dtype=torch.float64, device=self.device)
@@ -343,9 +399,18 @@ class Trainer:
             stop=stop > 0,
         )
 
+    def _balance(self, *, skipped: bool) -> expert_axis.Loads:
+        """How the experts were used in the step; biases follow it, where they balance."""
+        setup, stages = self.setup, self.stages.values()
+        sequences = setup.workload.global_batch
+        loads = expert_axis.gather_loads(self.work.routing, setup.model, sequences, self.groups.world, self.device)
+        if not skipped and setup.model.experts is not None and setup.model.experts.balance == "bias":
+            expert_axis.balance(stages, loads, setup.model)
+        return loads
+
     def _counted(self, microbatches: list[Microbatch]) -> tuple[float, int]:
         """Losses and targets that this rank has to report; (0, 0) where another rank reports them."""
-        if not self.work.loss_sums or self.coord.tensor or self.coord.context:
+        if not self.work.loss_sums or self.coord.tensor:
             return 0.0, 0
         loss = torch.stack([self.work.loss_sums[m] for m in sorted(self.work.loss_sums)]).double().sum()
         return float(loss), _valid_tokens(microbatches)

@@ -176,7 +176,8 @@ def expert_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
         if model.experts.has_aux_loss:
             calls("all_reduce", "sequence_counts", 1 + again, sequences * model.experts.count * COUNT_BYTES)
         if plan.capacity_factor is not None:
-            size = sequences * setup.workload.seq_len * model.experts.top_k * COUNT_BYTES
+            # With each token goes its place in the sequence.
+            size = sequences * setup.workload.seq_len * (model.experts.top_k + 1) * COUNT_BYTES
             calls("all_gather", "sequence_choices", 1 + again, size)
     if plan.expert * plan.expert_tensor > 1:
         size = dispatched_rows(setup) * model.hidden * DTYPE_BYTES[setup.workload.dtype]

@@ -12,9 +12,13 @@ from shardsmith.units import DTYPE_BYTES
 
 
 def message_bytes(setup: Setup) -> int:
-    """Bytes of one message: hidden states [microbatch, seq_len, hidden], 1/tensor of the sequence if it is cut."""
+    """Bytes of one message: hidden states [microbatch, part of seq_len, hidden].
+
+    The sequence is cut over context ranks, and under sequence parallelism over tensor ranks, too.
+    """
     plan, work = setup.plan, setup.workload
-    rows = batching(plan, work).microbatch * work.seq_len // (plan.tensor if plan.sequence_parallel else 1)
+    parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
+    rows = batching(plan, work).microbatch * work.seq_len // parts
     return rows * setup.model.hidden * DTYPE_BYTES[work.dtype]
 
 

@@ -118,9 +118,9 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def activation_bytes(setup: Setup) -> int:
-    """Bytes of one microbatch of hidden states [microbatch, seq_len, hidden], all of the sequence."""
+    """Bytes of one microbatch of hidden states [microbatch, seq_len / context, hidden], whole over tensor ranks."""
     work = setup.workload
-    rows = batching(setup.plan, work).microbatch * work.seq_len
+    rows = batching(setup.plan, work).microbatch * work.seq_len // setup.plan.context
     return rows * setup.model.hidden * DTYPE_BYTES[work.dtype]
 
 
@@ -159,7 +159,7 @@ def tensor_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
             apart = _split_backwards(setup, stage)
             found.append(replace(calls("all_gather", "head_backward", 0), count=apart, bytes=apart * size))
         # Logits are softmaxed in float32 or wider: the largest per token, then sum of exponentials and target logit.
-        tokens = batch.microbatch * setup.workload.seq_len
+        tokens = batch.microbatch * setup.workload.seq_len // plan.context
         wide = DTYPE_BYTES[precision(plan, setup.workload).grad]
         chunks = 1 if plan.loss_chunk is None else -(-tokens // plan.loss_chunk)
         # By chunks, target logit and sum of exponentials go one after the other.
@@ -292,10 +292,11 @@ def tensor_faults(setup: Setup) -> list[Fault]:
             hint = _degree_hint(setup) + (_copies_hint(setup) if size.key == "kv_heads" else "")
             owner = (setup.origin(f"model.{size.key.split('.')[0]}"), f"{size.key} = {size.value}")
             faults.append(size.code.fault(message, *setup.said("plan.tensor"), owner, hint=hint))
-    if plan.sequence_parallel and setup.workload.seq_len % plan.tensor:
-        each, seq_len = plan.tensor, setup.workload.seq_len
+    each, seq_len = plan.tensor * plan.context, setup.workload.seq_len
+    if plan.sequence_parallel and seq_len % each:
         near = " or ".join(str(s) for s in (seq_len - seq_len % each, seq_len - seq_len % each + each) if s)
-        message = f"tensor = {each} does not divide seq_len = {seq_len}"
+        axes = f"tensor = {each}" if plan.context == 1 else f"tensor x context = {plan.tensor} x {plan.context}"
+        message = f"{axes} does not divide seq_len = {seq_len}"
         said = setup.said("plan.tensor", "plan.sequence_parallel", "workload.seq_len")
         faults.append(SEQUENCE.fault(message, *said, hint=f"seq_len = {near}, or sequence_parallel = false"))
     if plan.sequence_parallel and plan.tensor == 1:

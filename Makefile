@@ -84,6 +84,7 @@ core: $(CORE_READY)  ## the core works where torch is not installed
 .PHONY: bench
 bench: $(READY)  ## train the same model with others and compare; figures into docs/measured.md
 	$(BIN)/python benchmarks/bench.py --json benchmarks/figures.json --write docs/measured.md
+	$(BIN)/python benchmarks/tensor_share.py --write docs/measured.md
 
 .PHONY: clean
 clean:  ## remove everything that make made

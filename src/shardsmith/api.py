@@ -15,24 +15,27 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardsmith.errors import CODES, Code, raise_errors
 
 if TYPE_CHECKING:
+    from shardsmith.design.planner.priced import Priced
+    from shardsmith.design.planner.result import SearchResult
     from shardsmith.design.serving.demand import ServingDtype
     from shardsmith.design.serving.search import ServingResult
     from shardsmith.design.simulator.simulation import Simulation
+    from shardsmith.design.validation.own_run import OwnRun
     from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
     from shardsmith.engine.parity.certificate import Certificate
-    from shardsmith.layout.check import Checked
     from shardsmith.plan.setup import Job, Setup
     from shardsmith.schedule.ir import Kind
     from shardsmith.schedule.solve import Solved
     from shardsmith.schedule.study import Study
     from shardsmith.specs.cluster import ClusterSpec
+    from shardsmith.specs.job import Dtype
     from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
@@ -50,16 +53,25 @@ _CODE = re.compile(r'\bcode="([A-Z]\d+)"')
 UNKNOWN_CODE = Code(code="F001", title="unknown code", because="every rule has one code, printed in its message")
 
 
-def check(setup: Setup | str | Path, *, running: bool = False) -> Checked:
-    """Every rule that a setup, or the plan or job file at a path, breaks; and the states of each stage.
+def check(setup: Setup | str | Path, *, running: bool = False, target: str | None = None) -> Priced:
+    """Every rule that a setup, or the plan or job file at a path, breaks; states of each stage, and the price.
 
-    `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for
-    a file that cannot be read; what is wrong with the plan stands in `.faults`.
+    On a cluster with figures a legal plan also has its step time and memory, warnings about pitfalls with what they
+    cost, and better neighbours. `running` makes errors of what a plan may say but the engine cannot do yet. Raises
+    `Refused` only for a file that cannot be read; what is wrong with the plan stands in `.faults`.
     """
+    from shardsmith.design.planner.priced import Priced, priceable
     from shardsmith.layout.check import examine
     from shardsmith.plan.file import read_setup
 
-    return examine(read_setup(setup) if isinstance(setup, (str, Path)) else setup, running=running)
+    read = read_setup(setup) if isinstance(setup, (str, Path)) else setup
+    checked = examine(read, running=running)
+    if not priceable(checked):
+        return Priced(checked=checked, faults=checked.faults)
+    from shardsmith.design.cost.subject import DEFAULT_TARGET
+    from shardsmith.design.planner.checked import price_checked
+
+    return price_checked(checked, target or DEFAULT_TARGET)
 
 
 def explain(code: str) -> Code:
@@ -196,19 +208,72 @@ def simulate(
     slow: Mapping[int, float] | None = None,
     times: str | None = None,
     target: str | None = None,
+    constants: str | Path | None = None,
     record: bool = True,
 ) -> Simulation:
     """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
 
     `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
-    and rank) stands in for the cost model, `target` names the software whose behaviour it prices. Without `record`
-    the timeline is left out. Raises `Refused`; see `shardsmith.design.simulator.simulation`.
+    and rank) stands in for the cost model, `target` names the software whose behaviour it prices, `constants` a file
+    that `refit` wrote. Without `record` the timeline is left out. Raises `Refused`; see
+    `shardsmith.design.simulator.simulation`.
     """
+    from shardsmith.design.cost.constants import values
     from shardsmith.design.simulator.simulation import simulate_plan
     from shardsmith.schedule.study import parse_times
 
     lengths = None if times is None else parse_times(times, "--times")
-    return simulate_plan(setup, slow=slow, times=lengths, target=target, record=record)
+    current = None if constants is None else values(constants)
+    return simulate_plan(setup, slow=slow, times=lengths, target=target, constants=current, record=record)
+
+
+def search(
+    model: ModelSpec | str,
+    cluster: ClusterSpec | str,
+    *,
+    global_batch: int,
+    seq_len: int,
+    nodes: int | None = None,
+    dtype: Dtype = "bfloat16",
+    top: int = 5,
+    fix: Sequence[str] = (),
+    memory_gib: float | None = None,
+    target: str | None = None,
+    tokens: float | None = None,
+    days: float | None = None,
+    goal: Literal["fewest", "cheapest"] = "fewest",
+    mtbf_hours: float | None = None,
+    checkpoint_minutes: float | None = None,
+) -> SearchResult:
+    """The best plans to train a model on a cluster, best first, with why; needs no torch.
+
+    `fix` holds plan fields to one value (`tensor=8`). With `days` and `tokens` the answer is for the `fewest` nodes,
+    of at most `nodes`, that train in time, or the `cheapest` in device hours. Raises `Refused` for bad input, and
+    where no layout is legal (L101), none fits (L102) or none is fast enough (L103), with what would help.
+    """
+    from shardsmith.design.cost.subject import DEFAULT_TARGET
+    from shardsmith.design.planner.goodput import Failures
+    from shardsmith.design.planner.search import Question, fixed_fields, search
+    from shardsmith.specs.job import Workload
+    from shardsmith.specs.library import cluster_named, model_named
+
+    spec = cluster_named(cluster, nodes) if isinstance(cluster, str) else cluster
+    failures = Failures(interval_s=None if checkpoint_minutes is None else checkpoint_minutes * 60.0)
+    return search(
+        Question(
+            model=model_named(model) if isinstance(model, str) else model,
+            workload=Workload(seq_len=seq_len, global_batch=global_batch, dtype=dtype),
+            cluster=spec if nodes is None else spec.with_nodes(nodes),
+            target=target or DEFAULT_TARGET,
+            fixed=fixed_fields(fix),
+            count=top,
+            memory_gib=memory_gib,
+            tokens=tokens,
+            goal_days=days,
+            objective="fastest" if days is None else goal,
+            failures=failures if mtbf_hours is None else replace(failures, device_hours=mtbf_hours),
+        )
+    )
 
 
 def serve(
@@ -247,11 +312,15 @@ def serve(
     return search_serving(demand, top=top)
 
 
-def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:
+def validate(
+    path: str | Path, *, cross: str = "none", moe: bool = False, constants: str | Path | None = None
+) -> Validation:
     """Every measured run of a CSV beside its prediction, with errors, intervals and quality of choice.
 
     `cross` names how rows are left out of the fit (`leave-one-group-out`, `leave-one-source-out`,
-    `one-scalar-per-source`; these need scipy) or is `none`: the shipped constants.
+    `one-scalar-per-source`, `one-refit-per-source`; these need scipy) or is `none`: the shipped constants, with
+    those of the file `constants` (as `refit` writes it) over them. Raises `Refused` for a file that cannot be
+    read and for an unknown `cross` (F701), or `constants` with one (F704).
     """
     from shardsmith.design.validation import report
 
@@ -262,11 +331,48 @@ def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Val
         )
     if chosen != "none" and find_spec("scipy") is None:
         raise NO_SCIPY.refuse(f"{chosen} fits constants, which needs scipy", hint="pip install 'shardsmith[fit]'")
-    return report.validate(path, cross=chosen, moe=moe)
+    if chosen != "none" and constants is not None:
+        raise CLASHING_CONSTANTS.refuse(
+            f"{chosen} fits its own constants",
+            ("--cross", chosen),
+            ("--constants", str(constants)),
+            hint="leave one of the two out",
+        )
+    return report.validate(path, cross=chosen, moe=moe, constants_file=constants)
+
+
+def refit(
+    log: str | Path,
+    setup: Setup,
+    *,
+    target: str = "shardsmith",
+    constants: str | Path | None = None,
+    out: str | Path | None = None,
+) -> OwnRun:
+    """The cost model's constants, moved by ONE run of `setup` whose `log` is at hand.
+
+    The log is our metrics.jsonl, or holds lines of Megatron-LM, DeepSpeed or torchtitan; `target` names the
+    software that ran. Each constant moves from its value (that of the file `constants` over the shipped one) as far
+    as its own spread between machines allows and the run demands. What moved is written to `out`, which
+    `validate(constants=...)` takes. Raises `Refused` for a log that does not fit (F110, F721, F722) and for
+    clusters that say too little and unknown targets (H501 to H503, X351).
+    """
+    from shardsmith.design.cost.constants import values
+    from shardsmith.design.validation.own_run import refit_to, write_constants
+
+    found = refit_to(log, setup, target, values(constants))
+    if out is not None:
+        write_constants(found, out, str(log))
+    return found
 
 
 UNKNOWN_CROSS = Code(
     code="F701", title="unknown cross-validation", because="what is left out decides what an error says"
+)
+CLASHING_CONSTANTS = Code(
+    code="F704",
+    title="left-out fits with constants from a file",
+    because="a left-out fit starts from the priors, so that the file would be read and ignored",
 )
 NO_SCIPY = Code(code="X211", title="scipy is not installed", because="only fitting needs it; predicting does not")
 NO_TORCH = Code(

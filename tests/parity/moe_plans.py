@@ -13,7 +13,7 @@ MIXTRAL = LLAMA.with_(name="mixtral", layers=2, experts=Experts(count=4, top_k=2
 
 QWEN = LLAMA.with_(
     name="qwen-moe",
-    layers=3,
+    layers=2,
     qk_norm=True,
     tied=True,
     experts=Experts(
@@ -23,7 +23,7 @@ QWEN = LLAMA.with_(
 
 DEEPSEEK = LLAMA.with_(
     name="deepseek",
-    layers=3,
+    layers=2,
     heads=4,
     kv_heads=4,
     head_dim=6,
@@ -80,7 +80,7 @@ AXES = (
     row("expert 4 of data 2 x tensor 2 sp", "data=2,tensor=2,expert=4,sequence_parallel=true", DEEPSEEK),
     row("pipeline 2, expert 2 of data 2", "pipeline=2,data=2,expert=2", MIXTRAL),
     row("pipeline 2, expert 2 of tensor 2", "pipeline=2,tensor=2,expert=2", QWEN),
-    row("pipeline 3, expert 2, sp", "pipeline=3,tensor=2,expert=2,sequence_parallel=true", QWEN),
+    row("pipeline 3, expert 2, sp", "pipeline=3,tensor=2,expert=2,sequence_parallel=true", QWEN.with_(layers=3)),
 )
 
 FAMILIES = tuple(

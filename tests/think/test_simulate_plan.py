@@ -138,7 +138,7 @@ def test_level_3_gathers_in_every_pass_or_once() -> None:
         return simulate_plan(setup, record=False).lanes()["data"]
 
     each, once = one("per_pass"), one("per_step")  # 4 microbatches
-    assert each[0] == pytest.approx((8 * 2 + 4 * 4) / (2 + 4) * once[0], rel=0.05)  # bf16 gathered, fp32 reduced
+    assert each[0] == pytest.approx((8 * 2 + 4 * 4) / (2 + 4) * once[0], rel=0.06)  # bf16 gathered, fp32 reduced
 
 
 def test_traces_and_pictures_are_of_the_global_ranks(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -133,3 +134,21 @@ def test_negative_lengths_are_refused() -> None:
 def test_kinds_add_up() -> None:
     stage = StageLengths(forward=1, input_grad=2, weight_grad=4)
     assert stage.of(Kind.B) == stage.of(Kind.I) + stage.of(Kind.W) == 6
+
+
+def test_a_gather_goes_before_reductions_that_wait_and_none_overlap() -> None:
+    order = build("one_f_one_b", pipeline=1, microbatches=3)
+    lengths = even(1, 1, 1, 1, reduce=2.0, buckets=4, gather=0.5)
+    found = simulate(order, lengths, gather="per_pass", reduce_each=True)
+    assert found.seconds == pytest.approx(9 + 0.5)  # all but the last bucket hide; gathers wait for one bucket at most
+    spans = sorted((s for s in found.timeline.spans if s.lane == "data"), key=lambda s: s.start)
+    assert all(a.end <= b.start + 1e-12 for a, b in pairwise(spans))
+    assert sum(s.seconds for s in spans) == pytest.approx(3 * 2.0 + 6 * 0.5)
+
+
+def test_what_cannot_run_beside_compute_is_waited_for() -> None:
+    order = build("one_f_one_b", pipeline=1, microbatches=2)
+    lengths = even(1, 1, 1, 1, reduce=1.0, gather=1.0, alongside=0.5)
+    assert simulate(order, lengths, gather="per_pass").seconds == pytest.approx(6 + 4 * 0.5 + 1.0)
+    streamed = simulate(order, lengths, reduce_each=True)
+    assert streamed.seconds == pytest.approx(3 + 0.5 + 3 + 1.0)

@@ -220,7 +220,7 @@ def test_a_plan_without_errors_has_stages_and_collectives(**degrees: object) -> 
 def test_every_code_explains_itself() -> None:
     api.explain("T204")
     assert all(rule.because and rule.title for rule in CODES.values())
-    assert {rule.code[0] for rule in CODES.values()} <= set("FMBDTPSCEXRGHI")
+    assert {rule.code[0] for rule in CODES.values()} <= set("FMBDTPSCEXRGHIL")
 
 
 KEYS = {"errors", "warnings", "unknown", "memory_gib", "step_time_s", "better"}

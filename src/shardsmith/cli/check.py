@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import RenderableType
@@ -10,11 +10,16 @@ from rich.table import Table
 
 from shardsmith import api
 from shardsmith.cli.common import OK, REFUSED, Answer, verb
-from shardsmith.cli.inputs import plan_options
+from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.errors import Refused
-from shardsmith.layout.check import Checked, as_json
-from shardsmith.plan.file import make_setup
-from shardsmith.units import format_bytes
+from shardsmith.units import GIB, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from shardsmith.design.cost.estimate import Estimate
+    from shardsmith.design.planner.priced import Priced
+
+MOST_RANKS = 6
+"""Pipeline ranks up to which all are printed."""
 
 
 @click.command("check")
@@ -23,20 +28,22 @@ from shardsmith.units import format_bytes
 def command(**options: Any) -> Answer:
     """Check a plan FILE (or --plan) against model, workload and cluster: every fault at once."""
     try:
-        checked = api.check(make_setup(**options))
+        checked = api.check(priced_setup(options))
     except Refused as refused:
         faults = {kind: [f.as_json() for f in refused.faults if f.severity == kind] for kind in ("error", "warning")}
         data = {"errors": faults["error"], "warnings": faults["warning"], "unknown": [], "memory_gib": []}
         return Answer(data=data | {"step_time_s": None, "better": []}, show=(str(refused),), exit_code=REFUSED)
-    return Answer(data=as_json(checked), show=_show(checked), exit_code=REFUSED if checked.errors else OK)
+    return Answer(data=checked.as_json(), show=_show(checked), exit_code=REFUSED if checked.errors else OK)
 
 
-def _show(checked: Checked) -> tuple[RenderableType, ...]:
+def _show(checked: Priced) -> tuple[RenderableType, ...]:
     setup, parts = checked.setup, [str(fault) + "\n" for fault in (*checked.errors, *checked.warnings)]
     verdict = "refused" if checked.errors else "legal"
     counts = f"{_counted(len(checked.errors), 'error')}, {_counted(len(checked.warnings), 'warning')}"
     parts.append(f"{setup.model.name} on {setup.cluster.name}, {setup.plan.world} ranks: {verdict} ({counts})")
     parts.append(f"plan: {setup.plan or 'one rank'}")
+    if checked.estimate is not None:
+        return (*parts, *_price(checked, checked.estimate))
     if not checked.memory:
         return tuple(parts)
     table = Table(title="states of a rank, by stage (activations come on top)", title_justify="left")
@@ -46,6 +53,29 @@ def _show(checked: Checked) -> tuple[RenderableType, ...]:
         sizes = (m.states.weights, m.states.gradients, m.states.optimizer, m.states.total)
         table.add_row(str(m.stage), str(m.pipeline_rank), *map(format_bytes, sizes))
     return (*parts, table)
+
+
+def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
+    low, high = e.interval_s
+    ranks = e.memory if len(e.memory) <= MOST_RANKS else (*e.memory[:3], *e.memory[-2:])
+    table = Table(title="memory of a rank at its peak in GiB, by pipeline rank", title_justify="left")
+    for column in ("pipeline rank", *ranks[0].items, "total"):
+        table.add_column(column, justify="right")
+    for rank in ranks:
+        sizes = (*rank.items.values(), rank.total)
+        table.add_row(str(rank.pipeline_rank), *(f"{size / GIB:.1f}" for size in sizes))
+    text = (
+        f"step {format_seconds(e.step_time_s)} (80 % of runs: {format_seconds(low)} to {format_seconds(high)}), "
+        f"MFU {e.mfu:.1%}, {e.tokens_per_s_per_gpu:,.0f} tokens/s a device"
+    )
+    if not checked.better:
+        return text, table, "no single change that is legal and fits is faster"
+    better = Table(title="better neighbours", title_justify="left")
+    for column in ("field", "from", "to", "time", "fullest rank"):
+        better.add_column(column, no_wrap=True)
+    for n in checked.better:
+        better.add_row(n.axis, n.before, n.after, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
+    return text, table, better
 
 
 def _counted(count: int, what: str) -> str:

@@ -10,6 +10,7 @@ import click
 
 from shardsmith.cli.common import Answer
 from shardsmith.plan.file import DEFAULT_MODEL, DEFAULT_SEQ_LEN, make_setup
+from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Dtype
 
 OPTIONS = (
@@ -38,6 +39,14 @@ def plan_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
     for option in reversed(OPTIONS):
         function = option(function)
     return function
+
+
+def priced_setup(options: dict[str, Any]) -> Setup:
+    """The setup that the options state; a dtype that nobody states is bfloat16 on a cluster with figures."""
+    setup = make_setup(**options)
+    if options["dtype"] is None and "workload.dtype" not in setup.origins and setup.cluster.device.peak_tflops:
+        setup = make_setup(**options | {"dtype": "bfloat16"})
+    return setup
 
 
 def setup_options(function: Callable[..., Answer]) -> Callable[..., Answer]:

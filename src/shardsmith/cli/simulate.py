@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,7 @@ from rich.table import Table
 
 from shardsmith import api
 from shardsmith.cli.common import Answer, verb
-from shardsmith.cli.inputs import plan_options
-from shardsmith.plan.file import make_setup
+from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.units import format_seconds
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ MOST_LINES = 16
 @click.option("--slow", multiple=True, metavar="RANK=FACTOR", help="A straggler: 3=1.2 makes rank 3 a fifth slower.")
 @click.option("--times", help="Seconds a microbatch and rank, F=1,I=1,W=1, in the place of the cost model.")
 @click.option("--target", help="Software whose behaviour is priced (default: megatron-core).")
+@click.option("--constants", type=click.Path(), help="Constants that `validate --refit` wrote.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the timeline for ui.perfetto.dev (JSON).")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the timeline (.png, .svg or .pdf).")
@@ -36,6 +37,7 @@ def command(
     slow: tuple[str, ...],
     times: str | None,
     target: str | None,
+    constants: str | None,
     trace: Path | None,
     html: Path | None,
     picture: Path | None,
@@ -48,12 +50,15 @@ def command(
     """
     from shardsmith.design.simulator.simulation import parse_slow
 
-    setup = make_setup(**options)
-    if options["dtype"] is None and "workload.dtype" not in setup.origins and setup.cluster.device.peak_tflops:
-        setup = make_setup(**options | {"dtype": "bfloat16"})
+    setup = priced_setup(options)
     drawn = setup.plan.pipeline <= MOST_LINES
     found = api.simulate(
-        setup, slow=parse_slow(slow), times=times, target=target, record=drawn or bool(trace or html or picture)
+        setup,
+        slow=parse_slow(slow),
+        times=times,
+        target=target,
+        constants=constants,
+        record=drawn or bool(trace or html or picture),
     )
     files = {}
     if trace:
@@ -82,15 +87,16 @@ def _show(found: Simulation, drawn: bool) -> tuple[RenderableType, ...]:
         step += f" (80 % of runs: {format_seconds(found.low)} to {format_seconds(found.high)})"
     parts.append(f"{step}, bubble {found.bubble:.2%} of the time until the last backward")
     if found.slow:
-        parts.append(
-            f"without the stragglers {format_seconds(found.undisturbed)}: {found.seconds / found.undisturbed - 1:+.1%}"
-        )
+        slow = ", ".join(f"rank {rank} x {factor:g}" for rank, factor in found.slow.items())
+        cost = found.seconds / found.undisturbed - 1
+        parts.append(f"without stragglers ({slow}) {format_seconds(found.undisturbed)}: they cost {cost:+.1%}")
     if found.order.asynchronous:
         parts.append(f"no flush: in a long run {format_seconds(found.steady)} for as many updates; simulated only")
     if drawn and found.order.microbatches <= 4 * MOST_LINES:
         from shardsmith.design.reports.timeline_picture import timeline_text
 
-        parts.append(timeline_text(found.timeline, width=118))
+        # Where lengths come from, and who is slow, has been said above.
+        parts.append(timeline_text(replace(found.timeline, notes=()), width=118))
     return (*parts, _lanes(found))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heapreplace
@@ -117,8 +118,14 @@ def weighed_layers(model: ModelSpec, stages: int, seq_len: int) -> tuple[int, ..
     go to the earlier stage.
     """
     layer, costs = layer_cost(model, seq_len), stage_costs(model, (0,) * stages, seq_len)
-    # Up to a level that the total cannot fall short of, every stage is filled before any goes beyond it.
-    level = (sum(costs) + model.layers * layer) / stages - layer
+    # Up to a level that the total cannot fall short of, every stage below it is filled before any goes beyond it.
+    below: Sequence[float] = costs
+    while True:
+        level = (sum(below) + model.layers * layer) / len(below) - layer
+        fewer = [cost for cost in below if cost < level]
+        if len(fewer) in (0, len(below)):
+            break
+        below = fewer
     counts = [max(0, ceil((level - cost) / layer)) for cost in costs]
     queue = [(cost + count * layer, stage) for stage, (cost, count) in enumerate(zip(costs, counts, strict=True))]
     heapify(queue)

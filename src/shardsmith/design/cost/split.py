@@ -50,11 +50,11 @@ class Split:
     @cached_property
     def _places(self) -> NDArray[np.int32]:
         """Row of each split by its code; -1 where it was not asked for yet."""
-        return np.full(2 * len(SCHEDULES) * (self.model.layers + 1) ** 2, -1, dtype=np.int32)
+        return np.full(2 * len(SCHEDULES) * (self.model.layers + 3) ** 2, -1, dtype=np.int32)
 
     def table(self, p: Layouts) -> dict[str, Array]:
         """Every field of `Ranks` for every plan."""
-        size = self.model.layers + 1.0
+        size = self.model.layers + 3.0
         code = (((p.schedule * 2.0 + p.weighed) * size + p.stages_per_rank) * size + p.pipeline).astype(np.intp)
         for new in np.unique(code[self._places[code] < 0]):
             at = int(np.flatnonzero(code == new)[0])

@@ -7,17 +7,18 @@ as far as they go. Bounds only ever dismiss what is slower than the plans kept, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.held import Share, held
-from shardsmith.design.cost.layouts import MOST_HIDDEN, PAIRED, Layouts, batch_of
+from shardsmith.design.cost.layouts import MOST_HIDDEN, PAIRED, Layouts, batch_of, layouts_of
 from shardsmith.design.cost.price import peak
-from shardsmith.design.cost.step import Pass, compose, jitter, least, one_pass
+from shardsmith.design.cost.step import Pass, compose, jitter, least, least_data, one_pass
 from shardsmith.design.planner.space import DEGREES, Index, Space
 from shardsmith.design.planner.tables import (
     Frames,
@@ -30,6 +31,7 @@ from shardsmith.design.planner.tables import (
     sharded,
 )
 from shardsmith.plan.precision import Precision, precision
+from shardsmith.plan.setup import Setup
 from shardsmith.units import DTYPE_BYTES
 
 BLOCK = 12_000
@@ -79,21 +81,52 @@ class Bounded:
     bound: bool = True
     """Whether bounds dismiss anything: without, every plan is priced (small spaces only)."""
 
+    @cached_property
+    def frames(self) -> Frames:
+        """All frames, `shape` numbering their combinations of degrees."""
+        frames = frames_of(self.space)
+        _, group = distinct(np.stack([getattr(frames.layouts, name) for name in DEGREES], axis=1))
+        return replace(frames, shape=group)
+
+    @cached_property
+    def bounds(self) -> Array:
+        """Seconds that no plan of each frame goes below."""
+        return self.frame_bounds(self.frames.layouts)
+
+    @cached_property
+    def thin(self) -> Bounded:
+        """The same search among the usual plans only."""
+        return replace(self, space=self.space.thin())
+
     def run(self) -> Found:
         """The best plans. Nothing found leaves `best` at infinity, and `smallest` says what comes nearest."""
-        frames = frames_of(self.space)
-        unique, group = distinct(np.stack([getattr(frames.layouts, name) for name in DEGREES], axis=1))
-        found = Found(best=np.full(len(unique), np.inf), total=float(frames.below.sum()))
-        frames = Frames(layouts=frames.layouts, shape=group, below=frames.below)
+        frames = self.frames
+        count = int(frames.shape.max(initial=-1)) + 1
+        found = Found(best=np.full(count, np.inf), total=float(frames.below.sum()))
         if not self.bound:
             self._layer(frames.layouts, frames.shape, found)
         elif len(frames):
-            seconds = self.frame_bounds(frames.layouts)
-            thin = replace(self, space=self.space.thin())
-            thin._search(frames, seconds, found)
+            self.thin._search(frames, self.bounds, found)
             found.searched = 0
-            self._search(frames, seconds, found)
+            self._search(frames, self.bounds, found)
         return found
+
+    def best_where(self, wanted: Callable[[Layouts], NDArray[np.bool_]]) -> tuple[Layouts, float] | None:
+        """The fastest of the usual plans among frames that are `wanted`, with its seconds; None where none fits."""
+        mask = wanted(self.frames.layouts)
+        found = Found(best=np.full(int(self.frames.shape.max(initial=-1)) + 1, np.inf))
+        if mask.any():
+            self.thin._with(count=1)._search(self.frames.select(mask), self.bounds[mask], found)
+        if not found.plans:
+            return None
+        return found.ranked()[0], float(found.best.min())
+
+    def _with(self, count: int) -> Bounded:
+        return replace(self, count=count)
+
+    def layouts_of(self, setup: Setup) -> Layouts:
+        """A plan as layouts of this search."""
+        return layouts_of([setup.plan], setup.model, setup.workload)
 
     def _search(self, frames: Frames, seconds: Array, found: Found) -> None:
         """Visit frames in the order of their bounds, until none can lead to a plan that is kept."""
@@ -123,10 +156,16 @@ class Bounded:
     def _kinds(self) -> Precision:
         return precision(self.space.base, self.space.subject.workload)
 
-    @property
-    def _widths(self) -> tuple[float, float]:
-        """Bytes of a reduced gradient and of a weight."""
-        return float(DTYPE_BYTES[self._kinds.reduce]), float(DTYPE_BYTES[self._kinds.param])
+    def _least_data(self, p: Layouts, b: Batch) -> Array:
+        """Seconds of data communication at the least, given what must be sharded to fit; infinity if nothing fits."""
+        s, kinds = self.space.subject, self._kinds
+        widths = float(DTYPE_BYTES[kinds.reduce]), float(DTYPE_BYTES[kinds.param])
+        found = np.full(len(p), np.inf)
+        for level in (1, 2, 3):
+            size = peak(s, self._most_sharded(p, float(level)), b, kinds)
+            seconds = least_data(b, s.constants, level, *widths)
+            found = np.where(size <= self.limit, np.minimum(found, seconds), found)
+        return found
 
     def _work(self, b: Batch, one: Pass) -> Array:
         """Seconds of all microbatches on the mean rank and the least bubble: no schedule and no split goes below.
@@ -135,7 +174,7 @@ class Bounded:
         """
         c = self.space.subject.constants
         mean = (b.layers * (one.forward + one.backward) + one.head + one.embedding) / b.pipeline
-        loops = np.maximum(np.floor_divide(b.layers, b.pipeline), 1.0)
+        loops = np.maximum(np.floor_divide(b.layers + 2.0, b.pipeline), 1.0)
         idle = (b.pipeline - 1.0) * mean * np.minimum(1.0 / 6.0, 1.0 / loops)
         return (b.microbatches * mean + idle + c["step_fixed"]) * jitter(b, c)
 
@@ -183,10 +222,11 @@ class Bounded:
             one, above = q.select(part), parent[part]
             b = batch_of(s, one, self._kinds)
             layers = one_pass(b, s.constants) if passed is None else passed.select(above)
-            seconds = least(b, s.constants, layers, *self._widths)
+            seconds = least(b, s.constants, layers)
             keep = self._open(seconds, group[above], found)
             if self.bound and keep.any():
-                keep[keep] = self._least_held(one.select(keep), b.select(keep)) <= self.limit
+                seconds[keep] += self._least_data(one.select(keep), b.select(keep))
+                keep &= self._open(seconds, group[above], found)
             if keep.any():
                 self._shard(
                     one.select(keep), group[above][keep], seconds[keep], layers.select(np.flatnonzero(keep)), found
@@ -231,12 +271,9 @@ class Bounded:
         zero = np.where(p.data * p.context > 1, level, 0.0)
         return replace(p, zero=zero, per_step=0.0 * one, replicate=one)
 
-    def _least_held(self, p: Layouts, b: Batch) -> Array:
-        """Bytes of the fullest rank when states are sharded as far as they can be."""
-        s, kinds = self.space.subject, self._kinds
-        return np.minimum(*(peak(s, self._most_sharded(p, level), b, kinds) for level in (2.0, 3.0)))
-
     def _keep(self, p: Layouts, group: Index, seconds: Array, size: Array, found: Found) -> None:
+        if not len(p):
+            return
         found.searched += len(p)
         least_held = int(np.argmin(size))
         if size[least_held] < found.smallest_bytes:

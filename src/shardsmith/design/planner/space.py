@@ -66,7 +66,7 @@ class Space:
     def _dense(self) -> Iterator[tuple[int, ...]]:
         """Degrees of the dense mesh whose product is `world`, with data ranks that divide the batch."""
         model, batch = self.subject.model, self.subject.workload.global_batch
-        most = min(model.layers, self.world)
+        most = model.layers + 2
         for tensor in divisors(self.world):
             for copied in (False, True):
                 if not (self.allows("tensor", tensor) and self.allows("replicate_kv", copied)):
@@ -182,7 +182,7 @@ class Space:
                 for index, each in self._stages(pipeline)
                 if self._runs(index, pipeline, microbatches, each) and self._hides(index, overlap)
                 for weighed in (0, 1)
-                if not weighed or self.differs(pipeline * each)
+                if (self.differs(pipeline * each) if weighed else pipeline * each <= self.subject.model.layers)
                 if self.allows("layers", "weighed" if weighed else None)
             ]
         return self._pipelines[key]
@@ -196,10 +196,10 @@ class Space:
         for index, name in enumerate(SCHEDULES):
             if not self.allows("schedule", name) or (pipeline == 1 and name != "one_f_one_b"):
                 continue
-            for each in (1, 2) if name not in ("interleaved", "looped_bfs") else range(2, layers // pipeline + 1):
+            for each in (1, 2) if name not in ("interleaved", "looped_bfs") else range(2, (layers + 2) // pipeline + 1):
                 stated = each == orders.load(name).DEFAULT_STAGES_PER_RANK
                 fixed = self.fixed.get("stages_per_rank", each)
-                if pipeline * each <= layers and (fixed == each or (fixed is None and stated)):
+                if pipeline * each <= layers + 2 and (fixed == each or (fixed is None and stated)):
                     yield index, each
 
     def _runs(self, index: int, pipeline: int, microbatches: int, each: int) -> bool:
@@ -219,12 +219,13 @@ class Space:
         return {}
 
     def differs(self, stages: int) -> bool:
-        """Whether weighing the layers of so many stages moves any."""
+        """Whether weighing the layers of so many stages moves any; only the ends may be left without a layer."""
         if stages not in self._weighed:
             model, seq_len = self.subject.model, self.subject.workload.seq_len
             weighed = weighed_layers(model, stages, seq_len)
             inner = weighed[1:-1] or (1,)
-            self._weighed[stages] = weighed != even_layers(model.layers, stages) and min(inner) > 0
+            moved = stages > model.layers or weighed != even_layers(model.layers, stages)
+            self._weighed[stages] = moved and min(inner) > 0
         return self._weighed[stages]
 
     @cached_property

@@ -30,11 +30,15 @@ class Frames:
     def __len__(self) -> int:
         return len(self.shape)
 
+    def select(self, which: NDArray[np.bool_]) -> Frames:
+        """The frames that the mask `which` names."""
+        return Frames(layouts=self.layouts.select(which), shape=self.shape[which], below=self.below[which])
+
 
 def frames_of(space: Space) -> Frames:
     """Every frame of `space`."""
     shapes = space.shapes
-    found = _expand(shapes[:, 5:6], lambda row: space.cuts(row[0]))
+    found = _expand(shapes[:, 5:6], 2, lambda row: space.cuts(row[0]))
     at, cut = found.parent, found.values
     columns = dict(zip(SHAPE, shapes[at].T, strict=True))
     count, one = len(at), np.ones(len(at))
@@ -87,11 +91,10 @@ class Expanded:
     values: Array
 
 
-def _expand(rows: Array, options: Callable[[list[int]], Options]) -> Expanded:
-    """Each row of whole numbers with each of its options, in order."""
+def _expand(rows: Array, width: int, options: Callable[[list[int]], Options]) -> Expanded:
+    """Each row of whole numbers with each of its options of `width` numbers, in order."""
     unique, place = distinct(rows)
     lists = [options(row) for row in unique.astype(int).tolist()]
-    width = next((len(found[0]) for found in lists if found), 1)
     flat = np.array([entry for found in lists for entry in found], dtype=float).reshape(-1, width)
     sizes = np.array([len(found) for found in lists], dtype=np.intp)
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.intp) if len(sizes) else sizes
@@ -104,7 +107,7 @@ def _expand(rows: Array, options: Callable[[list[int]], Options]) -> Expanded:
 
 def layered(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     """Layouts with each way to run a layer, and the row that each came from."""
-    found = _expand(np.stack([p.tensor, p.context], axis=1), lambda row: space.inner(*row))
+    found = _expand(np.stack([p.tensor, p.context], axis=1), 3, lambda row: space.inner(*row))
     split, again, overlap = found.values.T
     out = replace(p.select(found.parent), sequence_parallel=split, recompute=again, overlap=overlap)
     return out, found.parent
@@ -113,14 +116,14 @@ def layered(space: Space, p: Layouts) -> tuple[Layouts, Index]:
 def placed(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     """Layouts in each placement that differs, and the row that each came from."""
     keys = np.stack([p.tensor, p.context, p.data, p.pipeline], axis=1)
-    found = _expand(keys, lambda row: [(i,) for i in space.placements(row)])
+    found = _expand(keys, 1, lambda row: [(i,) for i in space.placements(row)])
     return replace(p.select(found.parent), order=found.values[:, 0]), found.parent
 
 
 def scheduled(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     """Layouts under each schedule, and the row that each came from."""
     keys = np.stack([p.pipeline, p.microbatches, p.overlap], axis=1)
-    found = _expand(keys, lambda row: space.pipelines(*row))
+    found = _expand(keys, 3, lambda row: space.pipelines(*row))
     schedule, each, weighed = found.values.T
     out = replace(p.select(found.parent), schedule=schedule, stages_per_rank=each, weighed=weighed)
     return out, found.parent
@@ -129,7 +132,7 @@ def scheduled(space: Space, p: Layouts) -> tuple[Layouts, Index]:
 def sharded(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     """Layouts at each ZeRO level, gathering and number of replicas, and the row that each came from."""
     keys = np.stack([p.tensor, p.context, p.data, p.expert * p.expert_tensor], axis=1)
-    found = _expand(keys, lambda row: space.sharding(*row))
+    found = _expand(keys, 3, lambda row: space.sharding(*row))
     zero, step, copies = found.values.T
     return replace(p.select(found.parent), zero=zero, per_step=step, replicate=copies), found.parent
 
@@ -145,8 +148,3 @@ def everything(space: Space) -> Layouts:
 def joined(parts: Sequence[Layouts]) -> Layouts:
     """Layouts one after another."""
     return Layouts(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Layouts)})
-
-
-def mask_of(frames: Frames, keep: NDArray[np.bool_] | Index) -> Frames:
-    """The frames that `keep` names."""
-    return Frames(layouts=frames.layouts.select(keep), shape=frames.shape[keep], below=frames.below[keep])

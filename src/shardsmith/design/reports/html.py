@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from shardsmith.design.reports import content
 from shardsmith.design.reports.content import Report
 from shardsmith.design.reports.spans import timeline_columns
-from shardsmith.units import GIB, format_bytes, format_count, format_seconds
+from shardsmith.units import GIB, format_seconds
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from markupsafe import Markup
 
 PAGE = Path(__file__).parent / "page"
 
@@ -51,6 +52,13 @@ def _data(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
+def _breakable(plan: Any) -> Markup:
+    """A plan in one line that may be broken behind its commas."""
+    from markupsafe import Markup, escape
+
+    return Markup(str(escape(str(plan))).replace(",", ",<wbr>"))
+
+
 @cache
 def _template() -> Template:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -62,6 +70,6 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": format_seconds, "bytes": format_bytes, "count": format_count}
+    environment.filters |= {"breakable": _breakable, "seconds": format_seconds}
     environment.globals |= {"GIB": GIB}
     return environment.get_template("report.html.j2")

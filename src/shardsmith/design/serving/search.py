@@ -200,7 +200,7 @@ def _nothing_fits(demand: Demand, s: Servings, memory: ServingMemory) -> Excepti
             f"and {memory.workspace[best] / GIB:.1f} GiB of workspace on a device"
         )
         nodes = int(np.ceil(cluster.nodes * (1.0 - memory.room[best] / (USABLE * cluster.device.memory_gib * GIB))))  # type: ignore[operator]
-        hint = f"--nodes {max(nodes, cluster.nodes + 1)} or more, or --dtype float8"
+        hint = f"--nodes {max(nodes, cluster.nodes + 1)} or more, or --weights-dtype float8"
     else:
         message = f"at most {most} requests of {demand.context} tokens fit, with {s.plan(best)}"
         hints = [f"--concurrency {most}"] if most else []
@@ -227,4 +227,4 @@ def _too_slow(demand: Demand, s: Servings, times: Latency, fits: Mask) -> Except
         hints += [f"{option} {np.ceil(seconds[best] * 1e3):g}"] if seconds[best] > target else []
     message = "at best " + " and ".join(parts) + ("" if hints else ", never both at once")
     hint = " ".join(hints) or "relax one of the two"
-    return TOO_SLOW.refuse(message, *said, hint=hint + "; or fewer requests, more nodes, --dtype float8")
+    return TOO_SLOW.refuse(message, *said, hint=hint + "; or fewer requests, more nodes, --weights-dtype float8")

@@ -25,7 +25,7 @@ class StageLengths:
     a message to the next or previous stage spends on the wire; for the share `blocking` of it the sender computes
     nothing. `reduce` is the reduction of the stage's gradients, in `buckets` equal parts that become ready one after
     another during the backward that completes them. `gather` makes sharded weights whole once; the share `alongside`
-    of it may run beside the compute that waits for it, layer by layer.
+    of it may run beside the compute that waits for it, layer by layer (and of a reduction after every microbatch).
     """
 
     forward: float

@@ -19,11 +19,13 @@ from shardsmith.design.cost.step import (
     expert_group,
     gather_layer,
     gradient_group,
+    jitter,
     one_pass,
     optimizer,
     replica_group,
     ring_time,
     shard_group,
+    tensor_backward,
     tensor_time,
 )
 from shardsmith.design.cost.subject import Subject
@@ -63,22 +65,22 @@ def plan_lengths(s: Subject, setup: Setup, slow: Mapping[int, float] | None = No
     c, moe = s.constants, np.array([0.0, 1.0])
     exchange = moe * kinds.halves * 2.0 * experts(kinds, c).exchange * (1.0 - kinds.overlap_expert)
     tensor = kinds.halves * 2.0 * tensor_time(kinds, c)
-    ring = ring_time(kinds, c, layer(kinds, c))
+    compute = layer(kinds, c)
+    ring = ring_time(kinds, c, compute)
     found = _Model(
         setup=setup,
         b=b,
         constants=c,
         one=one_pass(kinds, c),
         inside={
-            "tensor": (tensor, tensor),
+            "tensor": (tensor, kinds.halves * tensor_backward(kinds, c, compute)),
             "context": (kinds.halves * ring[0], kinds.halves * ring[1]),
             "expert": (exchange, exchange),
         },
-        gather=gather_layer(kinds, c, 2.0) if plan.zero == 3 else np.zeros(2),
+        gather=gather_layer(kinds, c, kinds.gather_bytes),
         weights=layer_weights(kinds) / kinds.tensor,
         routed=moe * expert_weights(kinds) / kinds.expert / kinds.expert_tensor,
-        # Ranks wait for the slowest of many wherever they meet: the model's jitter, as in `cost.step`.
-        jitter=float(1.0 + c["jitter"] * np.log2(np.maximum(b.world / 8.0, 1.0))[0]),
+        jitter=float(jitter(b, c)[0]),
     )
     every = tuple(_stage(found, stage) for stage in stages(plan, setup.model))
     return StepLengths(stages=every, slow=slow or {}, end=_end(found) * found.jitter)
@@ -92,13 +94,17 @@ def _stage(f: _Model, stage: Stage) -> StageLengths:
     # in forward it costs twice in backward, and all of that for its weights.
     ends, table = one.head[0] / 3.0 * stage.head, one.embedding[0] / 3.0 * stage.embedding
     matrices = stage.embedding + stage.head - (stage.embedding and stage.head and model.tied)
-    weights = float(count @ f.weights) + matrices * float((b.vocab * b.hidden / b.tensor)[0])
+    ends_held = matrices * b.vocab * b.hidden / b.tensor
+    weights = float(count @ f.weights) + float(ends_held[0])
     routed = float(count @ f.routed)
     inside: dict[LaneKind, tuple[float, float]] = {
         lane: (float(count @ first) * jitter, float(count @ second) * jitter)
         for lane, (first, second) in f.inside.items()
         if float(count @ first) > 0
     }
+    gather = 0.0
+    if f.setup.plan.zero == 3:
+        gather = float(count @ f.gather) + float(one_way(b, f.constants, shard_group(b), b.gather_bytes * ends_held)[0])
     overlap = b.overlap_shard if f.setup.plan.zero > 1 else b.overlap_data
     return StageLengths(
         forward=float(count @ one.forward + ends + table) * jitter,
@@ -109,7 +115,7 @@ def _stage(f: _Model, stage: Stage) -> StageLengths:
         blocking=1.0 - float(b.overlap_pipeline[0]),
         reduce=_reduce(f, weights, routed) * jitter,
         buckets=_buckets(f.setup, (weights + routed) * float(b.reduce_bytes[0])) if float(overlap[0]) > 0 else 1,
-        gather=float(count @ f.gather) * jitter,
+        gather=gather * jitter,
         alongside=float(b.overlap_shard[0]),
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from shardsmith.design.simulator.lengths import StepLengths
@@ -76,6 +77,8 @@ class _Run:
         self.wire_free: dict[tuple[int, bool], float] = {}
         self.done = [0] * ranks
         self.gathered: set[int] = set()
+        # Reductions that are ready or will be, and have not begun: a gather that a pass waits for goes first.
+        self.pending: list[deque[tuple[float, float, str, Action]]] = [deque() for _ in range(ranks)]
         self.lasts = [_last_backward(actions) for actions in self.order.ranks]
         pace = [self.lengths.slow.get(rank, 1.0) for rank in self.order.placement]
         stages = self.lengths.stages
@@ -107,6 +110,8 @@ class _Run:
 
     def result(self) -> Simulated:
         """The figures of the step."""
+        for rank in range(self.order.pipeline):
+            self._drain(rank)
         computed = max(self.free)
         reduced = max(computed, *self.data_free)
         busy = sum(self.busy["compute"])
@@ -172,6 +177,7 @@ class _Run:
         if not stage.gather:
             return length
         self.gathered.add(action.stage)
+        self._drain(rank, begin)
         start = max(begin, self.data_free[rank])
         self.data_free[rank] = start + stage.gather
         self._span(rank, "data", f"gather {action}", start, start + stage.gather, action)
@@ -196,18 +202,33 @@ class _Run:
             self._span(rank, "pipeline", f"send {action}" if self.record else "", start, made[place], action)
 
     def _reduce(self, rank: int, action: Action, begin: float, end: float) -> None:
+        """Queue the reduction of a stage's buckets; without a flush the update follows at once and waits for it."""
         stage = self.lengths.stages[action.stage]
         each = stage.reduce / stage.buckets
         for bucket in range(stage.buckets if stage.reduce else 0):
             filled = begin + (end - begin) * (bucket + 1) / stage.buckets
-            start = max(filled, self.data_free[rank])
-            self.data_free[rank] = start + each
-            self._span(rank, "data", f"reduce {action.stage}.{bucket}", start, start + each, action)
+            name = f"reduce {action.stage}.{bucket}" if self.record else ""
+            self.pending[rank].append((filled, each, name, action))
+        if self.reduce_each:
+            self.free[rank] = max(self.free[rank], end + (1.0 - stage.alongside) * stage.reduce)
         if self.order.asynchronous:
+            self._drain(rank)
             start = max(self.free[rank], self.data_free[rank])
             self.free[rank] = start + self.lengths.end
             if self.lengths.end:
                 self._span(rank, "compute", "update", start, self.free[rank], action)
+
+    def _drain(self, rank: int, before: float = inf) -> None:
+        """Run queued reductions that begin before a moment."""
+        queue = self.pending[rank]
+        while queue:
+            filled, each, name, action = queue[0]
+            start = max(filled, self.data_free[rank])
+            if start >= before:
+                return
+            queue.popleft()
+            self.data_free[rank] = start + each
+            self._span(rank, "data", name, start, start + each, action)
 
     def _inside(self, rank: int, action: Action, begin: float, end: float) -> None:
         """Communication inside an action, drawn at its end: it is spread over the layers in truth."""

@@ -98,7 +98,7 @@ class Certificate:
             f"  allowed   {self.tolerance:.0e}",
         ]
         if self.expert_kernel is not None:
-            replayed = "replayed; " if setup.workload.dtype == "float32" else ""
+            replayed = "replayed; " if self.setup.workload.dtype == "float32" else ""
             lines.append(f"  experts   {self.expert_kernel}; {replayed}{self.routing_flips} tokens chose others")
         if self.shrunk:
             lines.insert(2, f"  shrunk    from {asked.plan.world} ranks: {asked.plan}, model {asked.model.name}")

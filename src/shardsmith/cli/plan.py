@@ -1,0 +1,164 @@
+"""`shardsmith plan --model M --cluster C --global-batch B --seq-len S`: the best plans, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+from rich.console import RenderableType
+from rich.table import Table
+
+from shardsmith import api
+from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.serving import serving_options
+from shardsmith.specs.job import Dtype
+from shardsmith.units import GIB, format_seconds
+
+if TYPE_CHECKING:
+    from shardsmith.design.planner.result import Choice, SearchResult
+
+MOST_NEIGHBOURS = 24
+
+
+@click.command("plan")
+@verb
+@click.option("--model", required=True, help="Preset, TOML file or Hugging Face folder.")
+@click.option("--cluster", required=True, help="Preset or TOML file.")
+@click.option("--nodes", type=int, help="Nodes of the cluster (with --days: at most so many).")
+@click.option("--global-batch", type=int, help="Sequences of a step.")
+@click.option("--seq-len", type=int, help="Tokens of a sequence.")
+@click.option("--dtype", type=click.Choice(get_args(Dtype)), default="bfloat16", help="Dtype of the computation.")
+@click.option("--top", type=int, default=5, help="Combinations of degrees to rank.")
+@click.option("--fix", multiple=True, metavar="KEY=VALUE", help="Hold a plan field to one value (repeatable).")
+@click.option("--memory-gib", type=float, help="What a rank may hold (default: all of the device).")
+@click.option("--target", help="Software whose kernels and overlap are priced (default: megatron-core).")
+@click.option("--tokens", type=float, help="Tokens to train on: adds days, device hours and goodput.")
+@click.option("--days", type=float, help="Train in so many days, with the fewest nodes or the fewest device hours.")
+@click.option("--goal", type=click.Choice(["fewest", "cheapest"]), default="fewest", help="What --days minimises.")
+@click.option("--mtbf-hours", type=float, help="Hours between failures of one device (default: 50000).")
+@click.option("--checkpoint-minutes", type=float, help="Minutes between checkpoints (default: those that lose least).")
+@click.option("--explain", is_flag=True, help="Print what every change by one step would cost.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the best plan as a plan file.")
+@serving_options(training=("global_batch", "seq_len"))
+def command(out: Path | None, html: Path | None, explain: bool, **options: Any) -> Answer:
+    """Search all layouts of a model on a cluster, rank them, and say why.
+
+    Training needs --global-batch and --seq-len; with --serve the layouts are for inference, and --context and
+    --concurrency say what is served.
+    """
+    found = api.search(
+        options["model"],
+        options["cluster"],
+        nodes=options["nodes"],
+        global_batch=options["global_batch"],
+        seq_len=options["seq_len"],
+        dtype=options["dtype"],
+        top=options["top"],
+        fix=options["fix"],
+        memory_gib=options["memory_gib"],
+        target=options["target"],
+        tokens=options["tokens"],
+        days=options["days"],
+        goal=options["goal"],
+        mtbf_hours=options["mtbf_hours"],
+        checkpoint_minutes=options["checkpoint_minutes"],
+    )
+    data, files = found.as_json(), {}
+    if html:
+        from shardsmith.design.reports.content import report_of_search
+        from shardsmith.design.reports.html import write_html
+
+        files["html"] = str(write_html(report_of_search(found), html))
+    if out:
+        from shardsmith.plan.file import dumps
+
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(dumps(found.best.setup), encoding="utf-8")
+        files["plan"] = str(out)
+    written = (f"written: {path}" for path in files.values())
+    return Answer(data=data | {"files": files}, show=(*_show(found, explain), *written))
+
+
+def _show(found: SearchResult, explain: bool) -> tuple[RenderableType, ...]:
+    best = found.best
+    s = best.setup
+    parts: list[RenderableType] = [
+        f"{s.model.name}, {s.workload.global_batch} x {s.workload.seq_len} tokens in {s.workload.dtype}, on "
+        f"{s.cluster.devices} x {s.cluster.device.name}, priced as {found.target}",
+        _ranking(found.plans),
+        f"best: {s.plan}",
+        best.binds,
+        _memory(best),
+    ]
+    if found.totals:
+        t = found.totals
+        parts.append(
+            f"{t['days']:.1f} days, {t['device_hours']:,.0f} device hours, goodput {t['goodput']:.1%} "
+            f"on {s.cluster.nodes} nodes"
+        )
+    if found.robust is not best:
+        parts.append(f"safest within the intervals: {found.robust.setup.plan}")
+    parts.append("rules of thumb:\n" + "\n".join(f"- {note.rule}. {note.text}" for note in best.rules))
+    if explain:
+        parts += [_neighbours(best), _front(found)]
+    parts.append("assumed:\n" + "\n".join(f"- {line}" for line in found.assumptions))
+    parts.append(f"{found.searched:,} plans priced, {found.dismissed:,} ruled out by bounds, in {found.seconds:.2f} s")
+    return tuple(parts)
+
+
+def _ranking(plans: tuple[Choice, ...]) -> Table:
+    table = Table(title="best plan of each combination of degrees", title_justify="left")
+    names = ("tensor", "pipeline", "context", "data", "expert", "schedule", "zero", "microbatch")
+    for column in (*names, "step", "80 % of runs", "MFU", "TFLOP/s", "fullest rank", "bubble"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for choice in plans:
+        e, plan = choice.estimate, choice.setup.plan
+        low, high = e.interval_s
+        stages = f" x{plan.stages_per_rank}" if plan.stages_per_rank else ""
+        cells = [str(getattr(plan, name)) + (stages if name == "schedule" else "") for name in names]
+        table.add_row(
+            *cells,
+            format_seconds(e.step_time_s),
+            f"{format_seconds(low)} - {format_seconds(high)}",
+            f"{e.mfu:.1%}",
+            f"{e.tflops_per_gpu:.0f}",
+            f"{e.peak / GIB:.1f} GiB",
+            f"{e.breakdown['bubble'] / e.step_time_s:.1%}",
+        )
+    return table
+
+
+def _memory(choice: Choice) -> Table:
+    ranks = choice.estimate.memory
+    shown = ranks if len(ranks) <= 6 else (*ranks[:3], *ranks[-2:])
+    table = Table(title="memory of a rank in GiB, by pipeline rank", title_justify="left")
+    for column in ("pipeline rank", *ranks[0].items, "total"):
+        table.add_column(column, justify="right")
+    for rank in shown:
+        table.add_row(
+            str(rank.pipeline_rank), *(f"{v / GIB:.1f}" for v in rank.items.values()), f"{rank.total / GIB:.1f}"
+        )
+    return table
+
+
+def _neighbours(choice: Choice) -> Table:
+    table = Table(title="one step away from the best plan", title_justify="left")
+    for column in ("field", "from", "to", "time", "fullest rank", "why not"):
+        table.add_column(column, justify="left", no_wrap=column != "why not")
+    for n in choice.neighbours[:MOST_NEIGHBOURS]:
+        time = "" if n.ratio is None else f"{n.ratio - 1:+.1%}"
+        size = "" if n.peak_gib is None else f"{n.peak_gib:.1f} GiB"
+        table.add_row(n.axis, n.before, n.after, time, size, n.reason)
+    return table
+
+
+def _front(found: SearchResult) -> Table:
+    table = Table(title="less memory for more time", title_justify="left")
+    for column in ("step", "fullest rank", "plan"):
+        table.add_column(column, justify="left", no_wrap=column != "plan")
+    for choice in found.pareto:
+        e = choice.estimate
+        table.add_row(format_seconds(e.step_time_s), f"{e.peak / GIB:.1f} GiB", str(choice.setup.plan))
+    return table

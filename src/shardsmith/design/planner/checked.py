@@ -1,0 +1,59 @@
+"""Checked: a plan under every rule, priced, with the pitfalls it is in and better legal neighbours."""
+
+from __future__ import annotations
+
+from shardsmith.design.cost.estimate import Estimate, estimate_plan
+from shardsmith.design.cost.subject import DEFAULT_TARGET, subject_of
+from shardsmith.design.planner.explain import neighbours
+from shardsmith.design.planner.priced import Priced
+from shardsmith.design.planner.result import Neighbour
+from shardsmith.design.rules.pitfalls import pitfalls
+from shardsmith.errors import Code, Fault
+from shardsmith.layout.check import Checked
+from shardsmith.plan.setup import Setup
+from shardsmith.units import GIB
+
+TOTAL = Code(
+    code="H405",
+    title="a rank's peak exceeds its device's memory",
+    because="weights, states, activations in flight, logits, buffers and the runtime's own share have to fit together",
+)
+NOTICED = 0.99
+"""A neighbour is better where it takes less than this share of the time."""
+SHOWN = 5
+
+
+def price_checked(checked: Checked, target: str = DEFAULT_TARGET) -> Priced:
+    """`checked`, which must be `priceable`, with its price."""
+    setup = checked.setup
+    s = subject_of(setup, target)
+    found = estimate_plan(s, setup)
+    limit = (setup.cluster.device.memory_gib or 0.0) * GIB
+    every = neighbours(s, setup, found, limit)
+    faults = [*checked.faults, *total_faults(setup, found, limit, every), *pitfalls(s, setup, found)]
+    return Priced(checked=checked, faults=tuple(faults), estimate=found, better=better(every, found, limit))
+
+
+def better(every: tuple[Neighbour, ...], found: Estimate, limit: float) -> tuple[Neighbour, ...]:
+    """The best legal neighbours that fit: faster ones, or for a plan that does not fit all that do."""
+    fits = [n for n in every if n.ratio is not None and not n.reason]
+    if found.peak <= limit:
+        fits = [n for n in fits if n.ratio is not None and n.ratio < NOTICED]
+    return tuple(sorted(fits, key=lambda n: n.ratio or 0.0)[:SHOWN])
+
+
+def total_faults(setup: Setup, found: Estimate, limit: float, every: tuple[Neighbour, ...]) -> list[Fault]:
+    """A peak above the device's memory (H405), with what it is made of and the fastest neighbour that fits."""
+    fullest = max(found.memory, key=lambda rank: rank.total)
+    if fullest.total <= limit:
+        return []
+    items = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fullest.items.items() if size > 0.005 * limit)
+    message = (
+        f"pipeline rank {fullest.pipeline_rank} holds {fullest.total / GIB:.1f} GiB at its peak ({items}), "
+        f"{(fullest.total - limit) / GIB:.1f} GiB more than {setup.cluster.device.name} has"
+    )
+    fits = better(every, found, limit)
+    hint = f"{fits[0].axis} = {fits[0].after} ({fits[0].peak_gib:.1f} GiB)" if fits else "a plan from shardsmith plan"
+    said = setup.said("plan.tensor", "plan.pipeline", "plan.zero", "plan.recompute", "plan.microbatch")
+    device = (setup.cluster.name, f"memory_gib = {limit / GIB:g}")
+    return [TOTAL.fault(message, *said, device, hint=hint)]

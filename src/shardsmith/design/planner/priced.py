@@ -1,0 +1,72 @@
+"""Priced: a check, and what the plan costs where cluster and plan allow it to be said. Imports no arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardsmith.errors import Fault
+from shardsmith.layout.check import Checked, as_json
+from shardsmith.layout.shards import StageStates
+from shardsmith.plan.setup import Setup
+
+if TYPE_CHECKING:
+    from shardsmith.design.cost.estimate import Estimate
+    from shardsmith.design.planner.result import Neighbour
+
+NOT_STRUCTURAL = ("H402", "H404")
+"""Errors with which a plan still has a price: too many ranks for the cluster, too much state for a device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A check, and where cluster and plan allow it what the plan costs and which neighbours are better."""
+
+    checked: Checked
+    faults: tuple[Fault, ...]
+    estimate: Estimate | None = None
+    better: tuple[Neighbour, ...] = ()
+
+    @property
+    def setup(self) -> Setup:
+        """What was checked, with layers in numbers."""
+        return self.checked.setup
+
+    @property
+    def memory(self) -> tuple[StageStates, ...]:
+        """The states of each stage."""
+        return self.checked.memory
+
+    @property
+    def errors(self) -> tuple[Fault, ...]:
+        """Faults that forbid the plan."""
+        return tuple(f for f in self.faults if f.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Fault, ...]:
+        """Faults that the plan may have."""
+        return tuple(f for f in self.faults if f.severity == "warning")
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values. Without a price `memory_gib` counts states by stage, with one every item by rank."""
+        data = as_json(self.checked)
+        data |= {"errors": [f.as_json() for f in self.errors], "warnings": [f.as_json() for f in self.warnings]}
+        if self.estimate is None:
+            return data
+        return data | {
+            "memory_gib": [rank.as_json() for rank in self.estimate.memory],
+            "step_time_s": self.estimate.step_time_s,
+            "interval_s": list(self.estimate.interval_s),
+            "mfu": self.estimate.mfu,
+            "breakdown": dict(self.estimate.breakdown),
+            "better": [neighbour.as_json() for neighbour in self.better],
+        }
+
+
+def priceable(checked: Checked) -> bool:
+    """Whether the plan is sound and the cluster has figures for its dtype."""
+    setup = checked.setup
+    device = setup.cluster.device
+    known = setup.cluster.levels and device.memory_bandwidth_gbs and device.memory_gib
+    sound = all(fault.code in NOT_STRUCTURAL for fault in checked.errors)
+    return bool(sound and known and device.peak(setup.workload.dtype))

@@ -1,0 +1,372 @@
+"""Search: the fastest plans of a model on a cluster, or the fewest or cheapest devices that train it in time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from shardsmith.design.cost.estimate import estimate_plan
+from shardsmith.design.cost.layouts import ORDERS, Layouts
+from shardsmith.design.cost.schedules import SCHEDULES
+from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject, make_subject
+from shardsmith.design.planner.bounded import Bounded, Found
+from shardsmith.design.planner.explain import binds, neighbours
+from shardsmith.design.planner.goodput import Failures, days
+from shardsmith.design.planner.plans import setup_of
+from shardsmith.design.planner.result import Choice, Objective, SearchResult
+from shardsmith.design.planner.space import SHAPE, Space
+from shardsmith.design.planner.thumb import rule_notes
+from shardsmith.errors import Code, Fault, Refused, raise_errors
+from shardsmith.layout.check import length_faults
+from shardsmith.plan.batch import TOO_SMALL, divisors
+from shardsmith.plan.line import parse_plan_line, plan_table
+from shardsmith.plan.plan import Plan
+from shardsmith.plan.setup import Setup
+from shardsmith.specs.cluster import ClusterSpec
+from shardsmith.specs.job import Workload
+from shardsmith.specs.model import ModelSpec, parameter_count
+from shardsmith.units import GIB
+
+NO_LAYOUT = Code(
+    code="L101",
+    title="no legal layout",
+    because="every rank needs a device, every data rank an equal part of the batch, every stage a layer",
+)
+NOTHING_FITS = Code(
+    code="L102",
+    title="no layout fits",
+    because="on every rank weights, states, activations, logits and buffers have to fit into the device's memory",
+)
+TOO_SLOW = Code(
+    code="L103",
+    title="no number of nodes is fast enough",
+    because="the time to train is tokens / tokens of a step x step time, over the goodput",
+)
+UNSEARCHED = Code(
+    code="L105",
+    title="a value that the search does not vary",
+    because="a grid from a file or a list of layers belongs to one plan; the search compares what it can build itself",
+)
+GOAL = Code(
+    code="L104",
+    title="a goal that is half stated",
+    because="a time to train follows from the tokens, and tokens alone set no goal",
+)
+
+VARIED = (
+    *SHAPE,
+    *("order", "zero", "zero_gather", "replicate", "schedule", "stages_per_rank", "layers", "microbatch"),
+    *("microbatches", "sequence_parallel", "recompute", "overlap"),
+)
+"""Plan fields that the search varies; all others are those of the base plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: model, workload, cluster, the `target` software, plan fields held `fixed`, and the goal.
+
+    `memory_gib` caps what a rank may hold (None: what the device has). With `goal_days` and `tokens`, the answer
+    is the fewest nodes of at most `cluster.nodes` (or the cheapest in device hours) that train in time.
+    """
+
+    model: ModelSpec
+    workload: Workload
+    cluster: ClusterSpec
+    target: str = DEFAULT_TARGET
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    count: int = 5
+    memory_gib: float | None = None
+    tokens: float | None = None
+    goal_days: float | None = None
+    objective: Objective = "fastest"
+    failures: Failures = field(default_factory=Failures)
+    explained: bool = True
+
+    @property
+    def base(self) -> Plan:
+        """Fields that do not vary."""
+        return Plan(**{key: value for key, value in self.fixed.items() if key not in VARIED})
+
+    @property
+    def varied(self) -> dict[str, Any]:
+        """Fields of the search that are held to one value."""
+        return {key: value for key, value in self.fixed.items() if key in VARIED}
+
+    def on(self, nodes: int) -> Question:
+        """The same question for so many nodes."""
+        return replace(self, cluster=self.cluster.with_nodes(nodes))
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank may hold."""
+        gib = self.memory_gib if self.memory_gib is not None else self.cluster.device.memory_gib
+        assert gib is not None, "a device without a memory size has been refused"
+        return gib * GIB
+
+
+def fixed_fields(texts: Sequence[str]) -> dict[str, Any]:
+    """Plan fields to hold, from `key=value` texts. Raises `Refused` for what is no plan field or cannot be searched."""
+    faults: list[Fault] = []
+    line = ",".join(texts)
+    named = plan_table(line, "--fix", faults)
+    plan = parse_plan_line(line, source="--fix")
+    fixed = {key: getattr(plan, key) for key in named}
+    for key, legal in (("schedule", SCHEDULES), ("layers", (None, "weighed")), ("order", ORDERS)):
+        if key in fixed and fixed[key] not in legal:
+            message, hint = f"{key} = {fixed[key]} is not searched", "one of " + ", ".join(str(v) for v in legal if v)
+            faults.append(UNSEARCHED.fault(message, ("--fix", f"{key} = {fixed[key]}"), hint=hint))
+    if faults:
+        raise Refused(faults)
+    return fixed
+
+
+def size_faults(q: Question) -> list[Fault]:
+    """Sizes of the question below 1, a cap without memory, and a model whose positions end before the sequence."""
+    sizes = {"nodes": q.cluster.nodes, "global_batch": q.workload.global_batch, "seq_len": q.workload.seq_len}
+    sizes |= {"top": q.count}
+    faults = [
+        TOO_SMALL.fault(f"{key} = {value} is below 1", (f"--{key.replace('_', '-')}", f"{key} = {value}"), hint="1")
+        for key, value in sizes.items()
+        if value < 1
+    ]
+    positive = {"memory_gib": q.memory_gib, "tokens": q.tokens, "days": q.goal_days}
+    positive |= {"mtbf_hours": q.failures.device_hours, "checkpoint_minutes": q.failures.interval_s}
+    for key, figure in positive.items():
+        if figure is not None and not figure > 0:
+            option = f"--{key.replace('_', '-')}"
+            faults.append(TOO_SMALL.fault(f"{key} = {figure:g} is not above 0", (option, f"{key} = {figure:g}")))
+    if not faults:
+        setup = Setup(model=q.model, workload=q.workload, cluster=q.cluster, plan=Plan())
+        faults += [fault for fault in length_faults(setup) if fault.severity == "error"]
+    return faults
+
+
+def search(question: Question) -> SearchResult:
+    """The best plans. Raises `Refused`: H501 to H503 where cluster or target say too little, L101 where no layout is
+    legal, L102 where none fits (with the nearest, what it lacks and what would help), L103 and L104 about goals.
+    """
+    start = perf_counter()
+    q = question
+    raise_errors(size_faults(q))
+    if (q.goal_days is None) != (q.objective == "fastest") or (q.goal_days is not None and q.tokens is None):
+        values = [(f"--{key}", f"{key} = {value}") for key, value in (("days", q.goal_days), ("tokens", q.tokens))]
+        raise GOAL.refuse(
+            "fewest and cheapest need --days and --tokens, and only they do", *values, hint="--days 30 --tokens 1e12"
+        )
+    if q.objective != "fastest":
+        q = q.on(_nodes(q))
+    s = _subject(q)
+    found, bounded = _run(s, q)
+    return _answer(q, s, found, bounded, start)
+
+
+def _subject(q: Question) -> Subject:
+    return make_subject(q.model, q.workload, q.cluster, q.target)
+
+
+def _run(s: Subject, q: Question, count: int | None = None) -> tuple[Found, Bounded]:
+    devices = s.cluster.devices
+    assert devices, "a cluster of unknown size has been refused"
+    space = Space(subject=s, world=devices, fixed=q.varied, base=q.base)
+    bounded = Bounded(space=space, limit=q.limit, count=count or q.count)
+    found = bounded.run()
+    if not found.plans:
+        _refuse(s, q, space, found)
+    return found, bounded
+
+
+def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: float) -> SearchResult:
+    choices = [_choice(s, q, p) for p in found.ranked()[: q.count]]
+    if q.explained:
+        first = choices[0]
+        choices[0] = replace(
+            first,
+            rules=rule_notes(s, first, bounded),
+            neighbours=neighbours(s, first.setup, first.estimate, q.limit),
+        )
+    assert found.front is not None, "a plan that fits is on the front"
+    front = [_choice(s, q, found.front.select(np.array([i]))) for i in _spread(len(found.front), FRONT)]
+    robust = min(choices, key=lambda choice: choice.estimate.interval_s[1])
+    return SearchResult(
+        objective=q.objective,
+        plans=tuple(choices),
+        pareto=tuple(front),
+        robust=robust,
+        searched=found.searched,
+        dismissed=found.dismissed,
+        seconds=perf_counter() - start,
+        target=q.target,
+        assumptions=assumptions(q),
+        totals=_totals(q, choices[0]),
+    )
+
+
+FRONT = 8
+"""Plans shown of the front of time and memory, the fastest and the smallest among them."""
+
+
+def _spread(length: int, most: int) -> list[int]:
+    return sorted({round(i * (length - 1) / max(most - 1, 1)) for i in range(min(most, length))})
+
+
+def _choice(s: Subject, q: Question, p: Layouts) -> Choice:
+    setup = setup_of(s, p, 0, q.base)
+    found = estimate_plan(s, setup)
+    return Choice(setup=setup, estimate=found, binds=binds(found, q.limit))
+
+
+def _totals(q: Question, best: Choice) -> dict[str, float]:
+    """Days, device hours and goodput of the best plan, where the tokens are known."""
+    if q.tokens is None:
+        return {}
+    took = train_days(q, best.estimate.step_time_s, best.setup.plan.world)
+    return {
+        "days": took,
+        "device_hours": took * 24.0 * best.setup.plan.world,
+        "goodput": q.failures.goodput(best.setup.plan.world),
+    }
+
+
+def train_days(q: Question, step_time_s: float, devices: int) -> float:
+    """Days to train on the question's tokens."""
+    assert q.tokens is not None, "asked only where tokens are stated"
+    a_step = float(q.workload.global_batch * q.workload.seq_len)
+    return days(step_time_s, tokens=q.tokens, tokens_a_step=a_step, devices=devices, failures=q.failures)
+
+
+def _nodes(q: Question) -> int:
+    """The number of nodes, of at most the cluster's, that meets the goal with the fewest nodes or device hours.
+
+    Numbers of nodes on which no layout is legal are left out. More nodes that take more time are possible, so
+    every number is tried, from the first that could be enough if it had no losses at all.
+    """
+    assert q.goal_days is not None, "asked only with a goal"
+    best: tuple[float, int] | None = None
+    fastest = np.inf
+    for nodes in _candidates(q):
+        found = _fastest(q.on(nodes))
+        if found is None:
+            continue
+        took = train_days(q, found, nodes * (q.cluster.devices_per_node or 1))
+        fastest = min(fastest, took)
+        if took > q.goal_days:
+            continue
+        if q.objective == "fewest":
+            return nodes
+        hours = took * nodes
+        best = (hours, nodes) if best is None or hours < best[0] else best
+    if best is None:
+        near = f"the fastest of them takes {fastest:.1f} days" if np.isfinite(fastest) else "none has a plan that fits"
+        raise TOO_SLOW.refuse(
+            f"up to {q.cluster.nodes} nodes, {near}",
+            ("--days", f"days = {q.goal_days:g}"),
+            (q.cluster.name, f"nodes = {q.cluster.nodes}"),
+            hint="more nodes, more days, or fewer tokens",
+        )
+    return best[1]
+
+
+def _candidates(q: Question) -> Sequence[int]:
+    """Numbers of nodes on which a legal layout is likely: those whose devices divide evenly into batch and layers."""
+    each = q.cluster.devices_per_node or 1
+    tokens_a_step = float(q.workload.global_batch * q.workload.seq_len)
+    assert q.tokens is not None, "asked only with a goal"
+    assert q.goal_days is not None, "asked only with a goal"
+    peak = q.cluster.device.peak(q.workload.dtype) or 1.0
+    # Six FLOPs a parameter and token at the peak: fewer nodes cannot be enough.
+    share = 1.0 if q.model.experts is None else q.model.experts.top_k / q.model.experts.count
+    floor = 6.0 * parameter_count(q.model) * share * q.tokens / (peak * q.goal_days * 86400.0) / each
+    assert tokens_a_step > 0, "sizes are at least 1"
+    return [n for n in _even(q, each) if n >= floor * 0.5]
+
+
+def _even(q: Question, each: int) -> list[int]:
+    layers, batch = q.model.layers, q.workload.global_batch
+    found = set()
+    for pipeline in range(1, layers + 1):
+        for data in divisors(batch):
+            for tensor in divisors(each):
+                nodes, rest = divmod(pipeline * data * tensor, each)
+                if rest == 0 and 0 < nodes <= q.cluster.nodes:
+                    found.add(nodes)
+    return sorted(found)
+
+
+def _fastest(q: Question) -> float | None:
+    """Step time of the best of the usual plans; None where none is legal or fits."""
+    s = _subject(q)
+    assert s.cluster.devices, "a cluster of unknown size has been refused"
+    space = Space(subject=s, world=s.cluster.devices, fixed=q.varied, base=q.base).thin()
+    found = Bounded(space=space, limit=q.limit).run()
+    return float(found.best.min()) if found.plans else None
+
+
+def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
+    """Say why there is no plan, and what would help."""
+    world = space.world
+    said = [(s.cluster.name, f"devices = {world}"), (s.model.name, f"layers = {s.model.layers}")]
+    said.append(("--global-batch", f"global_batch = {s.workload.global_batch}"))
+    said += [("--fix", f"{key} = {value}") for key, value in q.varied.items()]
+    if found.total == 0:
+        near = [b for b in range(s.workload.global_batch, 4 * s.workload.global_batch + world) if _legal(s, q, b)][:1]
+        hint = f"global_batch = {near[0]}" if near else "another number of nodes"
+        raise NO_LAYOUT.refuse(
+            f"no product of degrees makes {world} ranks with a batch of {s.workload.global_batch}",
+            *said,
+            hint=hint + (", or fix fewer fields" if q.varied else ""),
+        )
+    smallest, size = smallest_plan(s, q, space)
+    need = size / GIB
+    more = _enough(q)
+    hints = [f"nodes = {more}"] if more else []
+    hints += [f"a device with {need:.1f} GiB", "a shorter sequence, or a smaller model"]
+    limit = q.limit / GIB
+    raise NOTHING_FITS.refuse(
+        f"{s.model.name} on {world} devices: the nearest layout, {smallest}, holds {need:.1f} GiB on its fullest rank, "
+        f"{need - limit:.1f} GiB more than the {limit:.1f} GiB there are",
+        (s.cluster.name, f"memory_gib = {limit:g}"),
+        *said,
+        hint=", or ".join(hints),
+    )
+
+
+def _legal(s: Subject, q: Question, batch: int) -> bool:
+    work = replace(s.workload, global_batch=batch)
+    again = make_subject(s.model, work, s.cluster, s.target.name)
+    assert s.cluster.devices, "a cluster of unknown size has been refused"
+    return len(Space(subject=again, world=s.cluster.devices, fixed=q.varied, base=q.base).shapes) > 0
+
+
+def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
+    """The plan that comes nearest to fitting, of the usual ones, and bytes of its fullest rank."""
+    found = Bounded(space=space.thin(), limit=np.inf, bound=False).run()
+    assert found.smallest is not None, "a space that is not empty has a smallest plan"
+    return setup_of(s, found.smallest, 0, q.base).plan, found.smallest_bytes
+
+
+def _enough(q: Question) -> int | None:
+    """The first doubling of nodes on which something fits."""
+    for factor in (2, 4, 8, 16, 32):
+        if _fastest(q.on(q.cluster.nodes * factor)) is not None:
+            return q.cluster.nodes * factor
+    return None
+
+
+def assumptions(q: Question) -> tuple[str, ...]:
+    """What the figures rest on, in words."""
+    found = [
+        f"kernels, overlap and buffers as {q.target} has them; constants fitted on published runs (docs/accuracy.md)",
+        f"states: weights in {q.workload.dtype}, AdamW with two moments and a master copy in float32",
+        "experts balanced; attention scores counted for the causal half; nothing computed twice counts for MFU",
+        "1.5 GiB a device for contexts and communicators, and 2 % that the allocator cannot use",
+    ]
+    if q.tokens is not None:
+        found.append(
+            f"a device fails every {q.failures.device_hours:,.0f} hours; a checkpoint stops training for "
+            f"{q.failures.save_s:g} s, a restart for {q.failures.restart_s:g} s"
+        )
+    return tuple(found)

@@ -1,0 +1,114 @@
+"""Rules of thumb beside a plan: which it follows, which it beats, and by how much, from prices and not by decree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardsmith.design.cost.layouts import Layouts
+from shardsmith.design.cost.subject import Subject
+from shardsmith.design.planner.bounded import Bounded
+from shardsmith.design.planner.plans import plan_of
+from shardsmith.design.planner.result import Choice, RuleNote
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thumb:
+    """A rule: what it says, which frames follow it, and whether it says anything about this subject."""
+
+    name: str
+    says: str
+    follows: Callable[[Subject, Layouts], Mask]
+    applies: Callable[[Subject], bool] = lambda s: True
+
+
+def _node(s: Subject) -> float:
+    """Devices of the innermost fast domain."""
+    return float(s.cluster.levels[0].size or s.cluster.devices_per_node or 1)
+
+
+def _several_nodes(s: Subject) -> bool:
+    return s.cluster.nodes > 1
+
+
+THUMBS = (
+    Thumb(
+        name="data parallel where the model fits one device",
+        says="tensor = pipeline = context = 1",
+        follows=lambda s, p: (p.tensor == 1) & (p.pipeline == 1) & (p.context == 1),
+    ),
+    Thumb(
+        name="tensor parallel inside one node",
+        says="on 2 to 8 devices of one node, tensor above 1 and no pipeline",
+        follows=lambda s, p: (p.tensor > 1) & (p.pipeline == 1),
+        applies=lambda s: s.cluster.nodes == 1 and (s.cluster.devices or 1) > 1,
+    ),
+    Thumb(
+        name="tensor ranks stay inside a node",
+        says="tensor no larger than the fast domain",
+        follows=lambda s, p: p.tensor <= _node(s),
+        applies=_several_nodes,
+    ),
+    Thumb(
+        name="tensor and pipeline across nodes",
+        says="tensor and pipeline both above 1",
+        follows=lambda s, p: (p.tensor > 1) & (p.pipeline > 1),
+        applies=_several_nodes,
+    ),
+    Thumb(
+        name="tensor and expert parallel for a mixture of experts",
+        says="tensor and expert both above 1",
+        follows=lambda s, p: (p.tensor > 1) & (p.expert > 1),
+        applies=lambda s: s.model.experts is not None,
+    ),
+    Thumb(
+        name="at most 16 pipeline ranks",
+        says="pipeline up to 16",
+        follows=lambda s, p: p.pipeline <= 16,
+        applies=_several_nodes,
+    ),
+    Thumb(
+        name="at least 4 microbatches a pipeline rank",
+        says="microbatches at least 4 x pipeline",
+        follows=lambda s, p: (p.pipeline == 1) | (p.microbatches >= 4 * p.pipeline),
+        applies=_several_nodes,
+    ),
+)
+
+
+def _otherwise(s: Subject, thumb: Thumb, follows: bool, p: Layouts) -> Mask:
+    return np.not_equal(thumb.follows(s, p), follows)
+
+
+def rule_notes(s: Subject, best: Choice, bounded: Bounded) -> tuple[RuleNote, ...]:
+    """Every rule that applies, with the best of the usual plans that decides otherwise."""
+    chosen, notes = bounded.layouts_of(best.setup), []
+    for thumb in THUMBS:
+        if not thumb.applies(s):
+            continue
+        follows = bool(thumb.follows(s, chosen)[0])
+        found = bounded.best_where(partial(_otherwise, s, thumb, follows))
+        verdict, against = ("followed", "otherwise") if follows else ("beaten", "by the rule")
+        if found is None:
+            text = f"{thumb.says}: nothing that does {against} is legal and fits"
+            notes.append(RuleNote(rule=thumb.name, verdict="followed" if follows else "does not apply", text=text))
+            continue
+        p, seconds = found
+        ratio = seconds / best.estimate.step_time_s
+        text = f"{thumb.says}: {verdict}; the best plan {against} takes {ratio - 1:+.1%} time"
+        notes.append(
+            RuleNote(
+                rule=thumb.name,
+                verdict="followed" if follows else "beaten",
+                text=text,
+                other=str(plan_of(p, 0, bounded.space.base)),
+                ratio=ratio,
+            )
+        )
+    return tuple(notes)

@@ -1,0 +1,1 @@
+"""Pitfalls that are legal but cost: what each costs here, and the fix."""

@@ -1,0 +1,285 @@
+"""Pitfalls: plans that are legal but cost, each with its predicted cost on this cluster, and the fix.
+
+A pitfall is only reported where the fix, one change to the plan, is legal by the layout's rules and saves time (or,
+for memory, bytes); so the same plan may be a pitfall on one cluster and right on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from shardsmith.design.cost.estimate import Estimate, estimate_plan
+from shardsmith.design.cost.subject import Subject
+from shardsmith.errors import Code, Fault, Refused
+from shardsmith.layout.check import examine
+from shardsmith.plan.batch import batching
+from shardsmith.plan.plan import Plan
+from shardsmith.plan.setup import Setup
+from shardsmith.plan.stages import settled
+from shardsmith.units import GIB, format_seconds
+
+ACROSS = Code(
+    code="L201",
+    title="tensor ranks on several nodes",
+    because="every layer sums activations over the tensor ranks several times, and links between nodes are slower",
+    severity="warning",
+)
+BUBBLE = Code(
+    code="L202",
+    title="few microbatches for the pipeline",
+    because="while the pipeline fills and empties ranks wait: 1F1B idles (P-1)/(m+P-1) of a step, m microbatches of "
+    "any size; it is their number that counts",
+    severity="warning",
+)
+STREAMED = Code(
+    code="L203",
+    title="gradients reduced (or weights gathered) for every microbatch",
+    because="ZeRO 2 and 3 move them once a microbatch unless they are held over the step; with a pipeline there are "
+    "many microbatches",
+    severity="warning",
+)
+RECOMPUTED = Code(
+    code="L204",
+    title="recomputation that the memory does not ask for",
+    because="recomputing spends up to a third more compute to save activations, which only pays where they do not fit",
+    severity="warning",
+)
+OUTSIDE = Code(
+    code="L205",
+    title="an order that puts busy ranks far apart",
+    because="ranks that talk most should be neighbours: they share the fast links of a node",
+    severity="warning",
+)
+DEEP = Code(
+    code="L206",
+    title="a deep pipeline where fewer ranks would do",
+    because="each further pipeline rank adds to the bubble, and stages of few layers are harder to balance",
+    severity="warning",
+)
+SEQUENCE = Code(
+    code="L207",
+    title="tensor ranks that all keep the whole sequence",
+    because="sequence_parallel cuts what lies between the products over the tensor ranks, and sends the same bytes",
+    severity="warning",
+)
+SMALL = Code(
+    code="L208",
+    title="layers too small to keep a device busy",
+    because="where kernels are shorter than their launches the host sets the pace, however fast the device is",
+    severity="warning",
+)
+WHOLE_STATES = Code(
+    code="L209",
+    title="optimiser states on every data rank",
+    because="ZeRO 1 keeps each state once among the data ranks; a reduce-scatter and a gather move what an all-reduce "
+    "does",
+    severity="warning",
+)
+
+WORTH = 0.02
+"""Share of the step (or of the memory) that a fix must save to be mentioned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pitfall:
+    """A rule: whether a plan is in it, in which words, and the plans that would be out of it, the nearest first."""
+
+    code: Code
+    keys: tuple[str, ...]
+    inside: Callable[[Subject, Setup, Estimate], str]
+    fixes: Callable[[Subject, Setup], Iterator[Plan]]
+    by_memory: bool = False
+
+
+def pitfalls(s: Subject, setup: Setup, found: Estimate) -> list[Fault]:
+    """Every pitfall that a priced plan is in, with what the fix saves."""
+    faults = []
+    for rule in PITFALLS:
+        words = rule.inside(s, setup, found)
+        fix = _best_fix(s, setup, found, rule) if words else None
+        if fix is None:
+            continue
+        plan, other = fix
+        saved = found.step_time_s - other.step_time_s
+        gib = (found.peak - other.peak) / GIB
+        cost = (
+            f"{gib:.1f} GiB a rank more than with the fix"
+            if rule.by_memory
+            else f"{format_seconds(saved)} a step, {saved / found.step_time_s:.1%} of it"
+        )
+        changes = ", ".join(f"{key} = {value}" for key, value in _changed(setup.plan, plan).items())
+        said = setup.said(*(f"plan.{key}" for key in rule.keys))
+        faults.append(rule.code.fault(f"{words}: costs {cost}", *said, hint=f"{changes} ({_price(other)})"))
+    return faults
+
+
+def _price(e: Estimate) -> str:
+    return f"{format_seconds(e.step_time_s)} a step, {e.peak / GIB:.1f} GiB"
+
+
+def _changed(before: Plan, after: Plan) -> dict[str, str]:
+    from shardsmith.plan.diff import diff
+    from shardsmith.plan.setup import shown
+
+    return {change.field: shown(change.after) for change in diff(before, after)}
+
+
+def _best_fix(s: Subject, setup: Setup, found: Estimate, rule: Pitfall) -> tuple[Plan, Estimate] | None:
+    """The legal fix that saves most, where it saves what is worth saying and fits where the plan does."""
+    limit = (setup.cluster.device.memory_gib or 0.0) * GIB
+    best: tuple[Plan, Estimate] | None = None
+    for plan in rule.fixes(s, setup):
+        try:
+            other = settled(replace(setup, plan=plan))
+            batching(plan, setup.workload)
+        except Refused:
+            continue
+        if any(fault.severity == "error" and fault.code != "H404" for fault in examine(other).faults):
+            continue
+        e = estimate_plan(s, other)
+        gain = found.peak - e.peak if rule.by_memory else found.step_time_s - e.step_time_s
+        base = found.peak if rule.by_memory else found.step_time_s
+        slower = rule.by_memory and e.step_time_s > found.step_time_s * (1.0 + WORTH)
+        if gain < WORTH * base or slower or (e.peak > limit >= found.peak):
+            continue
+        if best is None or e.step_time_s < best[1].step_time_s:
+            best = plan, e
+    return best
+
+
+def _node(s: Subject) -> int:
+    return s.cluster.levels[0].size or s.cluster.devices_per_node or 1
+
+
+def _across(s: Subject, setup: Setup, e: Estimate) -> str:
+    plan, size = setup.plan, _node(s)
+    if plan.tensor <= size:
+        return ""
+    return f"tensor = {plan.tensor} spans {-(-plan.tensor // size)} groups of {size} devices that {_link(s)} joins"
+
+
+def _link(s: Subject) -> str:
+    return s.cluster.levels[0].name
+
+
+def _inside_node(s: Subject, setup: Setup) -> Iterator[Plan]:
+    plan = setup.plan
+    for tensor in range(min(_node(s), plan.tensor), 1, -1):
+        spread, rest = divmod(plan.tensor, tensor)
+        if rest:
+            continue
+        shared = {"tensor": tensor, "replicate_kv": plan.replicate_kv and tensor > s.model.kv_heads, "layers": None}
+        yield plan.with_(**shared, data=plan.data * spread, microbatch=None, microbatches=None)
+        yield plan.with_(**shared, pipeline=plan.pipeline * spread)
+        return
+
+
+def _few(s: Subject, setup: Setup, e: Estimate) -> str:
+    plan, m = setup.plan, batching(setup.plan, setup.workload).microbatches
+    share = e.breakdown["bubble"] / e.step_time_s
+    if plan.pipeline == 1 or share < 0.05:
+        return ""
+    return f"{m} microbatches for {plan.pipeline} pipeline ranks leave a bubble of {share:.1%}"
+
+
+def _more_microbatches(s: Subject, setup: Setup) -> Iterator[Plan]:
+    plan, cut = setup.plan, batching(setup.plan, setup.workload)
+    for size in range(cut.microbatch - 1, 0, -1):
+        if cut.microbatch % size == 0:
+            yield plan.with_(microbatch=size, microbatches=cut.microbatches * cut.microbatch // size)
+    if plan.schedule in ("gpipe", "one_f_one_b") and plan.layers is None:
+        for each in (2, 3, 4):
+            yield plan.with_(schedule="interleaved", stages_per_rank=each)
+    if plan.pipeline % 2 == 0 and plan.layers is None:
+        yield plan.with_(pipeline=plan.pipeline // 2, data=plan.data * 2, microbatch=None, microbatches=None)
+
+
+def _streams(s: Subject, setup: Setup, e: Estimate) -> str:
+    plan, m = setup.plan, batching(setup.plan, setup.workload).microbatches
+    if plan.zero < 2 or plan.zero_gather == "per_step" or m == 1:
+        return ""
+    return f"zero = {plan.zero} moves gradients{' and weights' if plan.zero == 3 else ''} {m} times a step"
+
+
+def _held_over(s: Subject, setup: Setup) -> Iterator[Plan]:
+    yield setup.plan.with_(zero_gather="per_step")
+    yield setup.plan.with_(zero=1)
+
+
+def _recomputes(s: Subject, setup: Setup, e: Estimate) -> str:
+    return f"recompute = {setup.plan.recompute}" if setup.plan.recompute != "none" else ""
+
+
+def _recompute_less(s: Subject, setup: Setup) -> Iterator[Plan]:
+    yield setup.plan.with_(recompute="none")
+    if setup.plan.recompute == "full":
+        yield setup.plan.with_(recompute="selective")
+
+
+def _placed_badly(s: Subject, setup: Setup, e: Estimate) -> str:
+    return f"order = {setup.plan.order}" if s.cluster.nodes > 1 else ""
+
+
+def _tensor_first(s: Subject, setup: Setup) -> Iterator[Plan]:
+    for order in ("tensor-context-data-pipeline", "tensor-context-pipeline-data"):
+        if order != setup.plan.order:
+            yield setup.plan.with_(order=order)
+
+
+def _deep(s: Subject, setup: Setup, e: Estimate) -> str:
+    return f"pipeline = {setup.plan.pipeline}" if setup.plan.pipeline > 16 else ""
+
+
+def _shallower(s: Subject, setup: Setup) -> Iterator[Plan]:
+    plan = setup.plan
+    for ranks in range(16, 1, -1):
+        if plan.pipeline % ranks == 0:
+            spread = plan.pipeline // ranks
+            yield plan.with_(pipeline=ranks, data=plan.data * spread, layers=None, microbatch=None, microbatches=None)
+            return
+
+
+def _whole_sequence(s: Subject, setup: Setup, e: Estimate) -> str:
+    plan = setup.plan
+    return f"tensor = {plan.tensor} without sequence_parallel" if plan.tensor > 1 and not plan.sequence_parallel else ""
+
+
+def _cut_sequence(s: Subject, setup: Setup) -> Iterator[Plan]:
+    yield setup.plan.with_(sequence_parallel=True)
+
+
+def _small(s: Subject, setup: Setup, e: Estimate) -> str:
+    cut = batching(setup.plan, setup.workload)
+    return f"microbatch = {cut.microbatch}" if cut.microbatches > 1 else ""
+
+
+def _larger(s: Subject, setup: Setup) -> Iterator[Plan]:
+    plan, cut = setup.plan, batching(setup.plan, setup.workload)
+    for factor in (2, 4):
+        if cut.microbatches % factor == 0:
+            yield plan.with_(microbatch=cut.microbatch * factor, microbatches=cut.microbatches // factor)
+
+
+def _unsharded(s: Subject, setup: Setup, e: Estimate) -> str:
+    plan = setup.plan
+    return f"zero = 0 on {plan.data} data ranks" if plan.zero == 0 and plan.data * plan.context > 1 else ""
+
+
+def _first_level(s: Subject, setup: Setup) -> Iterator[Plan]:
+    yield setup.plan.with_(zero=1)
+
+
+PITFALLS = (
+    Pitfall(code=ACROSS, keys=("tensor", "order"), inside=_across, fixes=_inside_node),
+    Pitfall(code=BUBBLE, keys=("pipeline", "microbatches", "schedule"), inside=_few, fixes=_more_microbatches),
+    Pitfall(code=STREAMED, keys=("zero", "zero_gather", "pipeline"), inside=_streams, fixes=_held_over),
+    Pitfall(code=RECOMPUTED, keys=("recompute",), inside=_recomputes, fixes=_recompute_less),
+    Pitfall(code=OUTSIDE, keys=("order",), inside=_placed_badly, fixes=_tensor_first),
+    Pitfall(code=DEEP, keys=("pipeline",), inside=_deep, fixes=_shallower),
+    Pitfall(
+        code=SEQUENCE, keys=("tensor", "sequence_parallel"), inside=_whole_sequence, fixes=_cut_sequence, by_memory=True
+    ),
+    Pitfall(code=SMALL, keys=("microbatch", "microbatches"), inside=_small, fixes=_larger),
+    Pitfall(code=WHOLE_STATES, keys=("zero", "data"), inside=_unsharded, fixes=_first_level, by_memory=True),
+)

@@ -194,4 +194,5 @@ def test_the_newcomer_who_converts_and_trains(folders, tmp_path, monkeypatch):
     assert code == 0, text
     assert torch.equal(load_file("q2-run/model.safetensors")["embedding.weight"], tensors_of(MODEL)["embedding.weight"])
     code, text = said("train", "job.toml", "--set", "run.init=q2-run", "--set", "run.save_every=1")
-    assert (code, text.splitlines()[-1][:50]) == (0, "nothing left to do: all 2 steps are done, loss "[:50])
+    assert code == 0
+    assert text.splitlines()[-1].startswith("nothing left to do: all 2 steps are done, loss ")

@@ -56,11 +56,11 @@ class Checkpoints:
     def begin_with(self, folder: Path) -> None:
         """Take the weights in `folder`, whatever format they have, as those of step 0; each rank reads its own rows."""
         source, trainer = open_weights(folder, "run.init"), self.trainer
-        for name, held in trainer.held().items():
+        for name, block in (self._weights() | self._biases()).items():
             part = source.read(name)
-            for dim, (start, size) in enumerate(zip(held.offsets, held.parameter.shape, strict=True)):
+            for dim, (start, size) in enumerate(zip(block.offsets, block.tensor.shape, strict=True)):
                 part = part.narrow(dim, start, size)
-            held.parameter.detach().copy_(part)
+            block.tensor.copy_(part)
         trainer.spread()
         self._say(f"begun with the weights in {folder}")
         trainer.check_replicas()

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardsmith.engine.checkpoint.formats import open_weights
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.whole import whole_model
+from shardsmith.engine.parallel.expert import biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,9 @@ def load_model(folder: Path) -> Stage:
     source = open_weights(folder)
     wide = torch.float64 if torch.float64 in source.dtypes.values() else torch.float32
     module = whole_model(source.model, seed=0, dtype=wide, device=torch.device("cpu"))
-    parameters = dict(module.named_parameters())
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(biases([module]))
     for name, tensor in source:
-        parameters[name].copy_(tensor)
+        tensors[name].copy_(tensor)
     return module.eval()
 
 

@@ -523,8 +523,8 @@ def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
         faults.append(DRY_AXIS.fault(message, *setup.said("plan.context"), hint="context = 1"))
     for part in ("experts", "latent"):
         if getattr(model, part) is not None:
-            said = (setup.origin(f"model.{part}"), f"[{part}]")
-            faults.append(DRY_AXIS.fault(f"{model.name} is no dense model", said, hint="a model such as llama3-8b"))
+            has = (setup.origin(f"model.{part}"), f"[{part}]")
+            faults.append(DRY_AXIS.fault(f"{model.name} is no dense model", has, hint="a model such as llama3-8b"))
     if model.dropout or model.attention_dropout:
         said = setup.said("model.dropout", "model.attention_dropout")
         faults.append(

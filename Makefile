@@ -31,7 +31,9 @@ help:  ## list the targets
 
 $(READY): pyproject.toml constraints.txt
 	$(call NEW_VENV,.venv)
-	@echo "Installing Shardsmith into .venv (the first time takes a few minutes)"
+	@echo "1/2 installing torch into .venv: the first time some minutes, most of it download (about 1 GB)"
+	@$(BIN)/python $(PIP) torch
+	@echo "2/2 installing Shardsmith and the rest"
 	@$(BIN)/python $(PIP) -e '.[train,dev]'
 	@touch $@
 
@@ -82,6 +84,7 @@ core: $(CORE_READY)  ## the core works where torch is not installed
 .PHONY: bench
 bench: $(READY)  ## train the same model with others and compare; figures into docs/measured.md
 	$(BIN)/python benchmarks/bench.py --json benchmarks/figures.json --write docs/measured.md
+	$(BIN)/python benchmarks/tensor_share.py --write docs/measured.md
 
 .PHONY: clean
 clean:  ## remove everything that make made

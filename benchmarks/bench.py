@@ -2,7 +2,7 @@
 
     python benchmarks/bench.py                                the whole table: five interleaved repeats
     python benchmarks/bench.py --peers deepspeed,megatron     with other frameworks, in environments of their own
-    python benchmarks/bench.py --layouts "data 2,tensor 2" --repeats 1
+    python benchmarks/bench.py --layouts "tensor 2" --repeats 1 --json figures.json --add      one layout more
 
 At each layout all contestants and the reference (raw DDP at data 2) stand ready as processes of their own, one rank
 a process, one thread a rank, over gloo, and take turns: one step of one, while all others wait and use nothing, then
@@ -25,7 +25,7 @@ from pathlib import Path
 from contest import HERE, LAYOUTS, OURS, REFERENCE, SYSTEMS, Layout, Pair, can, command
 from envs import PEERS, build
 from launch import Contestant, RunFailed, Step
-from report import Compared, Figures, Measured, machine, summary, text_table, write_section
+from report import Compared, Figures, Measured, joined, machine, markdown, read, summary, text_table, write_section
 from setups import ours
 
 from shardsmith.layout.check import check
@@ -119,11 +119,13 @@ def _finish(
     figures = Figures(
         machine=machine(), repeats=chosen.repeats, steps=chosen.steps, warmup=chosen.warmup, rows=rows, notes=notes
     )
+    if chosen.add and chosen.json.exists():
+        figures = joined(read(chosen.json), figures)
     print(text_table(figures))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(asdict(figures), indent=1) + "\n")
     if chosen.write is not None:
-        write_section(chosen.write, figures)
+        write_section(chosen.write, "benchmarks", markdown(figures))
     return 1 if failed else 0
 
 
@@ -150,8 +152,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one step, or a start, may take")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--add", action="store_true", help="keep what that file holds of other layouts and systems")
     parser.add_argument("--write", type=Path, help="write the tables into this page, between its markers")
     chosen = parser.parse_args()
+    if chosen.add and chosen.json is None:
+        parser.error("--add needs the file of --json")
     if chosen.warmup >= chosen.steps:
         parser.error("--warmup leaves no step to measure")
     return chosen

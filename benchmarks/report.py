@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from contest import REFERENCE, SYSTEMS, Layout
+from contest import LAYOUTS, REFERENCE, SYSTEMS, Layout
 from launch import Step
 from workload import GLOBAL_BATCH, MICROBATCH, SHAPE, TOKENS_PER_STEP
-
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +83,31 @@ def summary(system: str, layout: Layout, found: Sequence[Compared]) -> Row:
     )
 
 
+def joined(older: Figures, newer: Figures) -> Figures:
+    """All rows of both, the newer one where both have a system at a layout; in the order of the layouts."""
+    rows = {(row.layout, row.system): row for row in (*older.rows, *newer.rows)}
+    places = [(layout.name, system) for layout in LAYOUTS for system in SYSTEMS]
+    notes = list(dict.fromkeys([*older.notes, *newer.notes]))
+    return replace(newer, rows=[rows[place] for place in places if place in rows], notes=notes)
+
+
+def read(path: Path) -> Figures:
+    """Figures from the file that `--json` wrote."""
+    found = json.loads(path.read_text())
+    rows = [Row(**{**row, "cpu_ratios": tuple(row["cpu_ratios"])}) for row in found["rows"]]
+    return Figures(**{**found, "rows": rows})
+
+
 def machine() -> str:
-    """Day, machine and versions, in words."""
+    """Day, machine with its load over 15 minutes, and versions, in words."""
     cpu = next(
         (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.machine(),
     )
     torch = importlib.metadata.version("torch")
     cores = len(os.sched_getaffinity(0))
-    day = datetime.date.today().isoformat()
-    return f"{day}, {cores} cores ({cpu}), torch {torch}, Python {platform.python_version()}"
+    day, load = datetime.date.today().isoformat(), os.getloadavg()[2]
+    return f"{day}, {cores} cores ({cpu}, load {load:.0f}), torch {torch}, Python {platform.python_version()}"
 
 
 def text_table(figures: Figures) -> str:
@@ -109,36 +123,38 @@ def text_table(figures: Figures) -> str:
     return "\n".join([*lines, *figures.notes])
 
 
-def write_section(page: Path, figures: Figures) -> None:
-    """Put the tables between the markers of `page` (a new section at its end where there are none)."""
-    text = page.read_text() if page.exists() else "# Measured\n"
-    if BEGIN not in text:
-        text = f"{text.rstrip()}\n\n{BEGIN}\n{END}\n"
-    before, _, rest = text.partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{_markdown(figures)}\n{END}{rest.partition(END)[2]}")
+def write_section(page: Path, name: str, text: str) -> None:
+    """Put `text` between the markers of section `name` in `page`: a new section at its end where there are none."""
+    begin, end = (f"<!-- {name}: {edge} -->" for edge in ("begin", "end"))
+    whole = page.read_text() if page.exists() else "# Measured\n"
+    if begin not in whole:
+        whole = f"{whole.rstrip()}\n\n{begin}\n{end}\n"
+    before, _, rest = whole.partition(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
-def _markdown(figures: Figures) -> str:
+def markdown(figures: Figures) -> str:
+    """The section of a page: how it was measured, and a table each for CPU-seconds, memory and tokens a second."""
     by_layout = {row.layout: row.ranks for row in figures.rows}
     found = {(row.system, row.layout): row for row in figures.rows}
     systems = [name for name in SYSTEMS if any(row.system == name for row in figures.rows)]
 
     def table(shown: Callable[[Row], str]) -> str:
-        lines = [f"| layout | ranks | {' | '.join(systems)} |", "|---|---|" + "---|" * len(systems)]
+        lines = [f"| layout | ranks | rounds | {' | '.join(systems)} |", "|---|---|---|" + "---|" * len(systems)]
         for layout, ranks in by_layout.items():
             cells = [shown(found[s, layout]) if (s, layout) in found else "" for s in systems]
-            lines.append(f"| {layout} | {ranks} | {' | '.join(cells)} |")
+            rounds = min(len(row.cpu_ratios) for row in figures.rows if row.layout == layout)
+            lines.append(f"| {layout} | {ranks} | {rounds} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
     worst = max(row.loss_error for row in figures.rows)
     parts = [
         "## Training the same model with others",
-        f"`make bench`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads} "
-        f"heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; sequences of "
-        f"{SHAPE.seq_len}, {GLOBAL_BATCH} a step in microbatches of {MICROBATCH}; float32, AdamW, gloo, one thread a "
-        f"rank. {figures.repeats} repeats of {figures.steps} steps, the first {figures.warmup} not counted, in which "
-        f"the systems take turns step by step; medians, and in brackets the ratio to {REFERENCE[0]}'s DDP at "
-        f"{REFERENCE[1].name} in the same round. "
+        f"`benchmarks/bench.py`, {figures.machine}. A Llama of {SHAPE.layers} layers, hidden {SHAPE.hidden}, "
+        f"{SHAPE.heads} heads and {SHAPE.kv_heads} key/value heads, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}; "
+        f"sequences of {SHAPE.seq_len}, {GLOBAL_BATCH} a step in microbatches of {MICROBATCH}; float32, AdamW, gloo, "
+        f"one thread a rank. The systems take turns step by step; medians over all rounds after a warm-up, and "
+        f"in brackets the ratio to {REFERENCE[0]}'s DDP at {REFERENCE[1].name} in the same round. "
         f"All train from the same weights on the same tokens: their losses differ by at most {worst:.0e}.",
         "CPU-seconds a step, summed over all ranks:",
         table(lambda row: f"{row.cpu_s_per_step:.2f} ({row.cpu_ratio:.2f})"),

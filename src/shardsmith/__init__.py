@@ -9,7 +9,9 @@ from shardsmith.api import (
     demo,
     draw,
     explain,
+    generate,
     prepare,
+    refit,
     search,
     serve,
     simulate,
@@ -49,6 +51,7 @@ __all__ = [
     "demo",
     "draw",
     "explain",
+    "generate",
     "loads",
     "make_setup",
     "model_named",
@@ -57,6 +60,7 @@ __all__ = [
     "search",
     "read_job",
     "read_setup",
+    "refit",
     "serve",
     "simulate",
     "solve",
@@ -65,3 +69,12 @@ __all__ = [
     "validate",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """`shardsmith.__version__`, looked up when it is asked for: the installed distribution says it."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("shardsmith")

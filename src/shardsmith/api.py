@@ -6,8 +6,10 @@ Nothing at module level imports torch: a verb that runs a model imports the engi
 from __future__ import annotations
 
 import json
+import os
 import re
 import sysconfig
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from shardsmith.design.serving.demand import ServingDtype
     from shardsmith.design.serving.search import ServingResult
     from shardsmith.design.simulator.simulation import Simulation
+    from shardsmith.design.validation.own_run import OwnRun
     from shardsmith.design.validation.report import Validation
     from shardsmith.engine.checkpoint.convert import Converted
     from shardsmith.engine.dataset.prepare import Prepared, Watch
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
     from shardsmith.specs.model import ModelSpec
     from shardsmith.timeline import Timeline
 
+SMALL_PARAMETERS = 50_000_000
+"""Models below this are sampled by one thread."""
+LONGEST_S = 24 * 3600.0
+"""After so many seconds text that is being generated is given up."""
 MOST_VERIFIED_RANKS = 16
 MOST_VERIFIED_PARAMETERS = 300_000_000
 """What `verify` runs on one machine without being asked to shrink the plan."""
@@ -201,19 +208,23 @@ def simulate(
     slow: Mapping[int, float] | None = None,
     times: str | None = None,
     target: str | None = None,
+    constants: str | Path | None = None,
     record: bool = True,
 ) -> Simulation:
     """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
 
     `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
-    and rank) stands in for the cost model, `target` names the software whose behaviour it prices. Without `record`
-    the timeline is left out. Raises `Refused`; see `shardsmith.design.simulator.simulation`.
+    and rank) stands in for the cost model, `target` names the software whose behaviour it prices, `constants` a file
+    that `refit` wrote. Without `record` the timeline is left out. Raises `Refused`; see
+    `shardsmith.design.simulator.simulation`.
     """
+    from shardsmith.design.cost.constants import values
     from shardsmith.design.simulator.simulation import simulate_plan
     from shardsmith.schedule.study import parse_times
 
     lengths = None if times is None else parse_times(times, "--times")
-    return simulate_plan(setup, slow=slow, times=lengths, target=target, record=record)
+    current = None if constants is None else values(constants)
+    return simulate_plan(setup, slow=slow, times=lengths, target=target, constants=current, record=record)
 
 
 def search(
@@ -301,11 +312,15 @@ def serve(
     return search_serving(demand, top=top)
 
 
-def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Validation:
+def validate(
+    path: str | Path, *, cross: str = "none", moe: bool = False, constants: str | Path | None = None
+) -> Validation:
     """Every measured run of a CSV beside its prediction, with errors, intervals and quality of choice.
 
     `cross` names how rows are left out of the fit (`leave-one-group-out`, `leave-one-source-out`,
-    `one-scalar-per-source`; these need scipy) or is `none`: the shipped constants.
+    `one-scalar-per-source`, `one-refit-per-source`; these need scipy) or is `none`: the shipped constants, with
+    those of the file `constants` (as `refit` writes it) over them. Raises `Refused` for a file that cannot be
+    read and for an unknown `cross` (F701), or `constants` with one (F704).
     """
     from shardsmith.design.validation import report
 
@@ -316,11 +331,48 @@ def validate(path: str | Path, *, cross: str = "none", moe: bool = False) -> Val
         )
     if chosen != "none" and find_spec("scipy") is None:
         raise NO_SCIPY.refuse(f"{chosen} fits constants, which needs scipy", hint="pip install 'shardsmith[fit]'")
-    return report.validate(path, cross=chosen, moe=moe)
+    if chosen != "none" and constants is not None:
+        raise CLASHING_CONSTANTS.refuse(
+            f"{chosen} fits its own constants",
+            ("--cross", chosen),
+            ("--constants", str(constants)),
+            hint="leave one of the two out",
+        )
+    return report.validate(path, cross=chosen, moe=moe, constants_file=constants)
+
+
+def refit(
+    log: str | Path,
+    setup: Setup,
+    *,
+    target: str = "shardsmith",
+    constants: str | Path | None = None,
+    out: str | Path | None = None,
+) -> OwnRun:
+    """The cost model's constants, moved by ONE run of `setup` whose `log` is at hand.
+
+    The log is our metrics.jsonl, or holds lines of Megatron-LM, DeepSpeed or torchtitan; `target` names the
+    software that ran. Each constant moves from its value (that of the file `constants` over the shipped one) as far
+    as its own spread between machines allows and the run demands. What moved is written to `out`, which
+    `validate(constants=...)` takes. Raises `Refused` for a log that does not fit (F110, F721, F722) and for
+    clusters that say too little and unknown targets (H501 to H503, X351).
+    """
+    from shardsmith.design.cost.constants import values
+    from shardsmith.design.validation.own_run import refit_to, write_constants
+
+    found = refit_to(log, setup, target, values(constants))
+    if out is not None:
+        write_constants(found, out, str(log))
+    return found
 
 
 UNKNOWN_CROSS = Code(
     code="F701", title="unknown cross-validation", because="what is left out decides what an error says"
+)
+CLASHING_CONSTANTS = Code(
+    code="F704",
+    title="left-out fits with constants from a file",
+    because="a left-out fit starts from the priors, so that the file would be read and ignored",
 )
 NO_SCIPY = Code(code="X211", title="scipy is not installed", because="only fitting needs it; predicting does not")
 NO_TORCH = Code(
@@ -332,6 +384,12 @@ TOO_MANY_RANKS = Code(
     code="X202",
     title="too many ranks to verify on one machine",
     because=f"verify forks every rank of the plan's world here, up to {MOST_VERIFIED_RANKS}",
+)
+TOO_NARROW = Code(
+    code="X204",
+    title="dtype too narrow to prove a plan in",
+    because="sums in another order differ by the rounding of the dtype, and that of 16 bits is as large as an error "
+    "in a gradient: equal and unequal could not be told apart",
 )
 TOO_LARGE = Code(
     code="X203",
@@ -346,11 +404,12 @@ def verify(
     """The parity certificate: the plan on its real ranks against one process; see `engine.parity`.
 
     Runs the plan's true degrees up to 16 ranks; `shrunk` proves a small model under the same kind of plan;
-    `packed` puts several documents into each sequence.
+    `packed` puts several documents into each sequence. Computed is in float64 or float32: a setup in a narrower
+    dtype is proven in float32, unless that dtype was asked of this very call (X204).
     Raises `Refused` with everything that forbids running the plan.
     """
     _require_sound(setup)
-    asked = setup
+    asked, setup = setup, _wide_enough(setup)
     if shrunk:
         from shardsmith.plan.shrink import shrink
 
@@ -365,19 +424,24 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The `folder` of a run, and whether it was asked to end (SIGTERM) before its last step."""
+    """The `folder` of a run, the step at which it began now, and whether it was asked to end (SIGTERM) early.
+
+    `rank` is the one that a launcher made of this process (0 where none did).
+    """
 
     folder: Path
+    first: int
     preempted: bool
+    rank: int = 0
 
 
 def train(job: Job, *, pace: str | None = None) -> Trained:
     """Train as `job` says, on local ranks or as the rank that a launcher made of this process.
 
     `pace` such as `F=20,I=20,W=20` pads every action to that many milliseconds (a B is I + W).
-    In the run's folder are metrics.jsonl, TensorBoard events, model.safetensors, and where a step was
-    recorded its timeline as JSON, Perfetto trace and picture. Raises `Refused` before anything starts,
-    `RankFailed` with a rank's own error.
+    It goes on from a checkpoint, or begins with the weights of `run.init` or with random ones, as `run` says. In the
+    run's folder are metrics.jsonl, TensorBoard events, model.safetensors, and where a step was recorded its timeline
+    as JSON, Perfetto trace and picture. Raises `Refused` before anything starts, `RankFailed` with a rank's own error.
     """
     from shardsmith.specs.job_rules import job_faults
     from shardsmith.specs.run_rules import run_faults
@@ -390,15 +454,20 @@ def train(job: Job, *, pace: str | None = None) -> Trained:
     from shardsmith.engine.runtime import environment
 
     setup, folder = job.setup, Path(job.run.folder)
-    environment.require_world(environment.detect(), setup.plan.world)
-    open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    here = environment.detect()
+    environment.require_world(here, setup.plan.world)
+    data = open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
+    from shardsmith.engine.train.beginning import decide
+
+    decide(job, data.train)
     from shardsmith.engine.train.launch import launch
     from shardsmith.engine.train.loop import train_rank
 
     world, timeout_s = setup.plan.world, job.run.timeout_s
-    preempted = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
-    _draw(folder)
-    return Trained(folder=folder, preempted=preempted)
+    ended = launch(train_rank, (job, lengths), world=world, timeout_s=timeout_s, log_dir=folder / "logs")
+    if here.rank == 0:
+        _draw(folder, f"Step {job.run.timeline_step} of {setup.model.name}: {setup.plan or 'one rank'}")
+    return Trained(folder=folder, first=ended.first, preempted=ended.preempted, rank=here.rank)
 
 
 def convert(source: str | Path, target: str | Path) -> Converted:
@@ -413,20 +482,85 @@ def convert(source: str | Path, target: str | Path) -> Converted:
     return convert(Path(source), Path(target))
 
 
-def _draw(folder: Path) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What followed a `prompt`: its `text`, and the `tokens`; `ended` where the last one ends a document."""
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    ended: bool
+
+
+def generate(
+    folder: str | Path,
+    prompts: Sequence[str],
+    *,
+    tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    tokenizer: str | None = None,
+) -> tuple[Sample, ...]:
+    """Up to `tokens` tokens after each of `prompts`, by the weights of a run, a checkpoint or a Hugging Face folder.
+
+    `temperature` 0 takes the most likely token, above it tokens are drawn among the `top_k` likeliest (0: all). An
+    empty prompt is the end of a document, after which another begins. Raises `Refused` for weights that are unsound
+    (F401 to F406) and a tokenizer that is not known (G106) or has more ids than the model (G204).
+    """
+    _require_torch("generate")
+    from shardsmith.engine.checkpoint.companions import token_ids, tokenizer_for
+    from shardsmith.engine.checkpoint.formats import open_weights
+    from shardsmith.engine.dataset.indexed import check_vocabulary
+    from shardsmith.engine.dataset.tokenizer import open_tokenizer
+    from shardsmith.engine.runtime.forked import run_forked
+    from shardsmith.engine.train.sample import Sampling, continue_from
+    from shardsmith.specs.model import parameter_count
+
+    model = open_weights(Path(folder), "FOLDER").model
+    opened = tokenizer_for(Path(folder)) if tokenizer is None else open_tokenizer(tokenizer)
+    raise_errors(check_vocabulary(file=None, tokenizer=opened, vocab=model.vocab))
+    stated = token_ids(Path(folder), model.vocab).get("eos_token_id", [])
+    ends = {opened.eod, *(stated if isinstance(stated, list) else [stated])}
+    sampling = Sampling(count=tokens, temperature=temperature, top_k=top_k, seed=seed, ends=tuple(sorted(ends)))
+    given = [[int(one) for one in ids] or [opened.eod] for ids in opened.encode(prompts)]
+    # the products of a small model are shorter than the meeting of threads over them
+    threads = 1 if parameter_count(model) < SMALL_PARAMETERS else os.cpu_count() or 1
+    (found,) = run_forked(continue_from, 1, Path(folder), given, sampling, timeout_s=LONGEST_S, threads=threads)
+    return tuple(
+        Sample(prompt=prompt, text=opened.decode(out), tokens=tuple(out), ended=out[-1] in ends)
+        for prompt, out in zip(prompts, found, strict=True)
+    )
+
+
+def _draw(folder: Path, title: str) -> None:
     """The picture of a run's recorded timeline, if one was recorded."""
     from shardsmith.design.reports.timeline_picture import draw_timeline
     from shardsmith.timeline import Timeline
 
     if (folder / "timeline.json").exists():
         timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
-        draw_timeline(timeline, folder / "timeline.png")
+        draw_timeline(timeline, folder / "timeline.png", title=title)
 
 
 def _require_sound(setup: Setup) -> None:
     from shardsmith.layout.check import check
 
     raise_errors(check(setup, running=True))
+
+
+def _wide_enough(setup: Setup) -> Setup:
+    """`setup` computed in float32 where it says something narrower, whose rounding would hide what differs."""
+    if setup.workload.dtype in ("float64", "float32"):
+        return setup
+    if setup.origin("workload.dtype").startswith("--"):
+        raise TOO_NARROW.refuse(
+            f"a plan cannot be proven in {setup.workload.dtype}",
+            *setup.said("workload.dtype"),
+            hint="--dtype float64 (equal to 1e-10) or float32 (2e-5): the plan computes the same in every dtype",
+        )
+    narrow = dict.fromkeys(("param_dtype", "grad_dtype", "reduce_dtype", "optimizer_dtype"))
+    return replace(setup.with_plan(**narrow), workload=replace(setup.workload, dtype="float32"))
 
 
 def _require_torch(verb: str) -> None:
@@ -489,43 +623,36 @@ def demo(out: str | Path = "demo-run", *, steps: int = 250, say: Callable[[str],
     from shardsmith.specs.job import Data, Optimisation, Run
     from shardsmith.timeline import Timeline
 
-    folder = Path(out)
+    folder, began = Path(out), time.monotonic()
+
+    def tell(text: str) -> None:
+        say(f"[{time.monotonic() - began:4.0f} s] {text}")
+
     setup = make_setup(plan=DEMO_PLAN, model="tiny-llama", seq_len=128, global_batch=16)
     text = folder / "data" / "stdlib"
-    say(f"1. preparing text: Python's standard library -> {text}.bin")
+    tell(f"1. preparing text: Python's standard library -> {text}.bin")
     modules = str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
     found = prepare([modules], text, tokenizer=f"bpe:{setup.model.vocab}", limit_mb=4, force=True)
     job = Job(
         setup=setup,
         data=Data(path=str(text)),
         optimisation=Optimisation(lr=3e-3),
-        run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0),
+        run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0, overwrite=True),
     )
     (folder / "job.toml").write_text(dumps(job))
-    say(f"2. training {setup.model.name} on {setup.plan.world} ranks: {setup.plan}")
+    tell(f"2. training {setup.model.name} on {setup.plan.world} ranks: {setup.plan}")
     train(job)
-    say("3. proving that very plan against one process, in float64")
+    tell("3. proving that very plan against one process, in float64")
     certificate = verify(replace(setup, workload=replace(setup.workload, dtype="float64")), steps=2)
-    say("4. sampling")
+    tell("4. sampling")
     losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Tour(
+    tour = Tour(
         first_loss=losses[0],
         last_loss=losses[-1],
         tokens=found.meta.tokens,
         certificate=certificate,
-        samples=_samples(setup, folder, text),
+        samples=tuple((one.prompt, one.text) for one in generate(folder, DEMO_PROMPTS, tokens=24)),
         timeline=Timeline.from_json(json.loads((folder / "timeline.json").read_text())),
     )
-
-
-def _samples(setup: Setup, folder: Path, text: Path, count: int = 24) -> tuple[tuple[str, str], ...]:
-    """Greedy continuations of a few prompts, by the final weights of the run."""
-    from shardsmith.engine.checkpoint.run_folder import WEIGHTS_FILE
-    from shardsmith.engine.dataset.tokenizer import open_tokenizer
-    from shardsmith.engine.runtime.forked import run_forked
-    from shardsmith.engine.train.sample import greedy_from
-
-    tokenizer = open_tokenizer(str(text.with_name("tokenizer.json")))
-    prompts = [[int(token) for token in ids] for ids in tokenizer.encode(DEMO_PROMPTS)]
-    (continued,) = run_forked(greedy_from, 1, setup.model, folder / WEIGHTS_FILE, prompts, count, timeout_s=120.0)
-    return tuple((prompt, tokenizer.decode(tokens)) for prompt, tokens in zip(DEMO_PROMPTS, continued, strict=True))
+    tell("done")
+    return tour

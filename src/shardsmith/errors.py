@@ -78,7 +78,12 @@ class Fault:
 
 
 class Refused(ValueError):
-    """Input that breaks rules; `faults` lists every breach found, errors first."""
+    """Input that breaks rules; `faults` lists every breach found, errors first.
+
+    `told` once another process says the same to the same person, as the first rank on a node does for the others.
+    """
+
+    told = False
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults: tuple[Fault, ...] = tuple(sorted(faults, key=lambda f: f.severity))

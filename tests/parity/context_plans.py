@@ -62,7 +62,6 @@ FOUR = (
     cut("data 2, context 2", "data=2,context=2"),
     *(cut(f"data 2, context 2, zero {z}", f"data=2,context=2,zero={z}", packed=True) for z in (1, 2, 3)),
     cut("replicate 2, context 2, zero 3, tied", "data=2,replicate=2,context=2,zero=3", LONG),
-    cut("replicate 2, context 2, zero 2", "data=2,replicate=2,context=2,zero=2"),
     cut("data 2, ulysses 2, zero 1", "data=2,context=2,ulysses=2,zero=1"),
     cut("tensor 2, context 2", "tensor=2,context=2"),
     cut("tensor 2 sp, context 2, packed, tied", "tensor=2,context=2,sequence_parallel=true", LONG, packed=True),
@@ -72,7 +71,6 @@ FOUR = (
         llama(4),
     ),
     cut("tensor 2, copied heads, ulysses 2", "tensor=2,context=2,ulysses=2,replicate_kv=true", MQA),
-    cut("tensor 2 sp, context 2, dropout", "tensor=2,context=2,sequence_parallel=true", DROPPING),
     cut("context ranks are far apart", "tensor=2,context=2,order=tensor-data-pipeline-context"),
     cut(
         "halves of microbatches, packed, dropout",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plans import LLAMA, row
+from plans import LLAMA, Row, row
 
+from shardsmith.plan.file import make_setup
+from shardsmith.plan.shrink import shrink
 from shardsmith.specs.model import Experts, Latent, ModelSpec
 
 MIXTRAL = LLAMA.with_(name="mixtral", layers=2, experts=Experts(count=4, top_k=2, ffn=12, aux_loss=0.3, z_loss=0.2))
@@ -13,7 +15,7 @@ MIXTRAL = LLAMA.with_(name="mixtral", layers=2, experts=Experts(count=4, top_k=2
 
 QWEN = LLAMA.with_(
     name="qwen-moe",
-    layers=3,
+    layers=2,
     qk_norm=True,
     tied=True,
     experts=Experts(
@@ -23,7 +25,7 @@ QWEN = LLAMA.with_(
 
 DEEPSEEK = LLAMA.with_(
     name="deepseek",
-    layers=3,
+    layers=2,
     heads=4,
     kv_heads=4,
     head_dim=6,
@@ -80,7 +82,7 @@ AXES = (
     row("expert 4 of data 2 x tensor 2 sp", "data=2,tensor=2,expert=4,sequence_parallel=true", DEEPSEEK),
     row("pipeline 2, expert 2 of data 2", "pipeline=2,data=2,expert=2", MIXTRAL),
     row("pipeline 2, expert 2 of tensor 2", "pipeline=2,tensor=2,expert=2", QWEN),
-    row("pipeline 3, expert 2, sp", "pipeline=3,tensor=2,expert=2,sequence_parallel=true", QWEN),
+    row("pipeline 3, expert 2, sp", "pipeline=3,tensor=2,expert=2,sequence_parallel=true", QWEN.with_(layers=3)),
 )
 
 FAMILIES = tuple(
@@ -187,4 +189,25 @@ EIGHT = (
     ),
 )
 
-MOE_TABLE = (*ONE_RANK, *AXES, *FAMILIES, *SCHEDULES, *ZERO, *SAVERS, *CAPACITY, *FLOAT32, *TRIPLES, *CONTEXT, *EIGHT)
+LARGE = "pipeline=16,data=32,expert=64,tensor=4,zero=1,schedule=dualpipe_v,microbatches=32"
+SHRUNK = (
+    Row(
+        name="deepseek-v3 on 2048 ranks, shrunk",
+        setup=shrink(make_setup(plan=LARGE, model="deepseek-v3", seq_len=4096, global_batch=1024)),
+    ),
+)
+
+MOE_TABLE = (
+    *ONE_RANK,
+    *AXES,
+    *FAMILIES,
+    *SCHEDULES,
+    *ZERO,
+    *SAVERS,
+    *CAPACITY,
+    *FLOAT32,
+    *TRIPLES,
+    *CONTEXT,
+    *EIGHT,
+    *SHRUNK,
+)

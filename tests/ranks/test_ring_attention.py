@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import chain, product
 from typing import Any
@@ -159,6 +160,31 @@ def test_every_hop_of_keys_and_values_is_under_way_while_attention_is_computed(
         assert forward == ["start", "attend", "wait", "start", "attend", "wait", "attend"]
         hop = ["start gradients"]
         assert backward == [*forward[:5], *hop, "wait", "attend", "wait", *hop, "wait"]
+
+
+def travelling(context: int) -> tuple[int, int]:
+    """Most keys with values, and most of their gradients, that are alive in a backward pass beside what was saved."""
+    parts = parts_of(context, 1)
+    most = {torch.bfloat16: 0, torch.float32: 0}
+
+    def noted(*args: Any) -> Any:
+        gc.collect()
+        alive = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.dim() == 5 and t.shape[0] == 2]
+        for dtype in most:
+            most[dtype] = max(most[dtype], len({t.untyped_storage().data_ptr() for t in alive if t.dtype == dtype}))
+        return attend_backward(*args)
+
+    ring_attention.attend_backward = noted
+    q, k, v, grad = (parts.split(t, 0).requires_grad_() for t in drawn(4, 4, torch.bfloat16))
+    parts.view(len(q), None, None).attend(q, k, v, 1.0).backward(grad)
+    return most[torch.bfloat16] - 1, most[torch.float32]
+
+
+def test_a_ring_keeps_two_parts_and_four_gradients_however_many_ranks_it_has(
+    run_ranks: Callable[..., list[Any]],
+) -> None:
+    """What `layout.axes.context.ring_buffer_bytes` counts."""
+    assert run_ranks(4, travelling, 4) == [(2, 4)] * 4
 
 
 @settings(deadline=None, max_examples=150)

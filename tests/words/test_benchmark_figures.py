@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -98,16 +100,28 @@ def test_a_section_is_replaced_and_the_rest_of_the_page_kept(tmp_path: Path) -> 
     ]
     note = "shardsmith, tensor 2: refused"
     figures = report.Figures(machine="two cores", repeats=1, steps=2, warmup=1, rows=rows, notes=[note])
-    report.write_section(page, figures)
+    report.write_section(page, "benchmarks", report.markdown(figures))
     page.write_text(page.read_text() + "\nAfter.\n")
     once = page.read_text()
-    report.write_section(page, figures)
+    report.write_section(page, "benchmarks", report.markdown(figures))
     assert page.read_text() == once
     assert once.startswith("# Measured\n\nBefore.\n")
     assert once.endswith("\nAfter.\n")
-    assert "| data 2 | 2 | 2.00 (1.00) | 1.50 (0.75) |" in once
-    assert "| tensor 2 | 2 | 3.00 (1.50) |  |" in once
+    assert "| data 2 | 2 | 1 | 2.00 (1.00) | 1.50 (0.75) |" in once
+    assert "| tensor 2 | 2 | 1 | 3.00 (1.50) |  |" in once
     assert f"Not measured: {note}." in once
+
+
+def test_layouts_measured_one_after_the_other_stand_in_one_table(tmp_path: Path) -> None:
+    def figures(name: str, *cpu: tuple[contest.Layout, float]) -> report.Figures:
+        rows = [report.summary("torch", layout, [compared(measured(c), measured(2.0))]) for layout, c in cpu]
+        return report.Figures(machine=name, repeats=1, steps=2, warmup=1, rows=rows, notes=["a note"])
+
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps(asdict(figures("older", (DATA, 2.0), (TENSOR, 3.0)))))
+    assert report.read(path) == figures("older", (DATA, 2.0), (TENSOR, 3.0))
+    both = report.joined(report.read(path), figures("newer", (TENSOR, 5.0)))
+    assert both == figures("newer", (DATA, 2.0), (TENSOR, 5.0))
 
 
 def test_layouts_have_plans_of_their_world() -> None:

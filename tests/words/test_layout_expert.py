@@ -15,6 +15,7 @@ from shardsmith.layout.shards import data_shard, local_shards, rank_states
 from shardsmith.plan.file import make_setup
 from shardsmith.plan.mesh import expert_coord, expert_groups, expert_sizes, mesh_of
 from shardsmith.plan.setup import Setup
+from shardsmith.plan.shrink import shrink
 from shardsmith.specs.model import Experts, weights
 
 
@@ -134,3 +135,31 @@ def test_calls_of_a_moe_step() -> None:
     assert counts["data", "all_reduce", "expert_loads"] == (1, (4 * 4 + 3) * 8)
     alone = {c.axis for c in collectives(setup("data=2"), 0)}
     assert alone == {"data"}
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("deepseek-v3", "pipeline=16,data=32,expert=64,tensor=4,zero=1,schedule=dualpipe_v,microbatches=32"),
+        ("mixtral-8x7b", "data=8,expert=8,tensor=2,sequence_parallel=true,zero=3"),
+        ("qwen3-235b-a22b", "data=16,expert=16,expert_tensor=2,tensor=4,pipeline=4,context=2"),
+        ("qwen1.5-moe-a2.7b", "data=3,tensor=2,expert=6,zero=2"),
+        ("deepseek-v2-lite", "data=8,expert=8,capacity_factor=1.25"),
+    ],
+)
+def test_shrinking_keeps_the_kind_of_mixture(model: str, line: str) -> None:
+    plan = make_setup(plan=line).plan
+    found = make_setup(plan=line, model=model, seq_len=4096, global_batch=plan.data * (plan.microbatches or 2))
+    small = shrink(found)
+    assert [f for f in check(small, running=True) if f.severity == "error"] == []
+    assert small.plan.world <= 16
+    assert (small.plan.expert > 1, small.plan.expert_tensor > 1) == (plan.expert > 1, plan.expert_tensor > 1)
+    before, after = found.model.experts, small.model.experts
+    assert before is not None, "a model with experts"
+    assert after is not None, "a model with experts"
+    for key in ("score", "normalise", "scale", "shared_gate", "balance", "aux_loss"):
+        assert getattr(after, key) == getattr(before, key), key
+    for key in ("groups", "shared_ffn", "first_dense"):
+        assert (getattr(after, key) > 1 - (key != "groups")) == (getattr(before, key) > 1 - (key != "groups")), key
+    assert (small.model.latent is None) == (found.model.latent is None)
+    assert any(small.model.is_sparse(layer) for layer in range(small.model.layers))

@@ -208,7 +208,7 @@ def test_overrides_go_over_the_file_and_are_named_in_faults(tmp_path: Path) -> N
     assert (job.run.steps, job.data.path) == (2, "other")
     assert job.setup.said("plan.tensor") == (("--set", "tensor = 4"),)
     error = refused(read_job, file, ["plan.tensor", "plam.tensor=2", "run.stps=2", "plan.zero=x"])
-    assert sorted(f.code for f in error.faults) == ["F101", "F101", "F102", "F201"]
+    assert sorted(f.code for f in error.faults) == ["F101", "F101", "F102", "F208"]
     assert all(f.values[0][0] == "--set" for f in error.faults)
     assert "did you mean steps?" in str(error)
 

@@ -122,8 +122,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_hints_prefer_what_was_meant() -> None:
-    assert (
-        did_you_mean("micro_batch", ["microbatch", "microbatches", "data"])
-        == "did you mean microbatch or microbatches?"
-    )
+    known = ["microbatch", "microbatches", "data", "tensor"]
+    assert did_you_mean("microbatc", known) == "did you mean microbatch or microbatches?"
+    assert did_you_mean("micro_batch", known) == "did you mean microbatch?"
+    assert did_you_mean("tp", known) == "did you mean tensor?"
     assert did_you_mean("xyz", ["b", "a"]) == "one of a, b"

@@ -41,7 +41,7 @@ def _show(checked: Priced) -> tuple[RenderableType, ...]:
     verdict = "refused" if checked.errors else "legal"
     counts = f"{_counted(len(checked.errors), 'error')}, {_counted(len(checked.warnings), 'warning')}"
     parts.append(f"{setup.model.name} on {setup.cluster.name}, {setup.plan.world} ranks: {verdict} ({counts})")
-    parts.append(f"plan: {setup.plan}")
+    parts.append(f"plan: {setup.plan or 'one rank'}")
     if checked.estimate is not None:
         return (*parts, *_price(checked, checked.estimate))
     if not checked.memory:

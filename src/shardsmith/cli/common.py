@@ -20,11 +20,12 @@ OK, REFUSED, USAGE, PREEMPTED = 0, 1, 2, 75
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a verb found: `data` is the one JSON object, `show` what a person reads."""
+    """What a verb found: `data` is the one JSON object, `show` what a person reads; a `silent` one is not printed."""
 
     data: dict[str, Any]
     show: tuple[RenderableType, ...]
     exit_code: int = OK
+    silent: bool = False
 
 
 def verb(function: Callable[..., Answer]) -> Callable[..., None]:
@@ -36,11 +37,12 @@ def verb(function: Callable[..., Answer]) -> Callable[..., None]:
         try:
             answer = function(*args, **kwargs)
         except Refused as refused:
-            print_refusal(refused.faults, as_json=as_json)
+            if not refused.told:
+                print_refusal(refused.faults, as_json=as_json)
             sys.exit(REFUSED)
-        if as_json:
+        if as_json and not answer.silent:
             click.echo(json.dumps(answer.data, indent=1))
-        else:
+        elif not answer.silent:
             console = console_for(sys.stdout)
             for item in answer.show:
                 console.print(item, soft_wrap=isinstance(item, str))

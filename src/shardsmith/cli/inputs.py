@@ -21,9 +21,16 @@ OPTIONS = (
     click.option("--global-batch", type=int, help="Sequences of a step (without a file: 2 x pipeline a data rank)."),
     click.option("--cluster", help="Preset or TOML file (default: local)."),
     click.option("--nodes", type=int, help="Nodes of the cluster."),
-    click.option("--dtype", type=click.Choice(get_args(Dtype)), help="Dtype of the computation (default: float32)."),
+    click.option("--dtype", metavar="|".join(get_args(Dtype)), help="Dtype of the computation (default: float32)."),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        help="Lay a value over all else: plan.tensor=2.",
+    ),
 )
-KEYS = ("file", "plan", "model", "seq_len", "global_batch", "cluster", "nodes", "dtype")
+KEYS = ("file", "plan", "model", "seq_len", "global_batch", "cluster", "nodes", "dtype", "overrides")
 """Names under which a verb receives the options above; `make_setup` takes the same."""
 
 

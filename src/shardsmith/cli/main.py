@@ -12,6 +12,7 @@ VERBS = {
     "demo": "The whole tour: real text, a 3-D plan on 8 local ranks, a parity certificate, a timeline.",
     "explain": "Explain an error or warning code.",
     "plan": "Find the best way to split a training run over a cluster, and say why.",
+    "generate": "Let trained weights go on with a text.",
     "prepare": "Turn text into token files (.bin/.idx).",
     "schedule": "Show a pipeline schedule: grid, bubble, live microbatches, closed form.",
     "simulate": "Simulate one step of a plan: step time, bubble, lanes, stragglers, a timeline to look at.",

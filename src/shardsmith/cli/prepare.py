@@ -103,7 +103,8 @@ def _table(found: Prepared) -> Table:
     table = Table(show_header=False, box=None)
     table.add_row("documents", f"{meta.documents:,}")
     table.add_row("text", format_bytes(meta.bytes))
-    table.add_row("tokens", f"{meta.tokens:,} ({format_count(meta.tokens)})")
+    rounded = f" ({format_count(meta.tokens)})" if meta.tokens >= 1000 else ""
+    table.add_row("tokens", f"{meta.tokens:,}{rounded}")
     if meta.targets is not None:
         table.add_row("targets", f"{meta.targets:,} tokens are learnt, the others only read")
     table.add_row("bytes per token", f"{meta.bytes / meta.tokens:.2f}")

@@ -20,6 +20,8 @@ from shardsmith.schedule.solve import Solved
 from shardsmith.schedule.study import Study
 
 COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow", IDLE: "dim"}
+MOST_CELLS = 4000
+"""Cells of a grid that is printed unless it is asked for: some bands of a wide terminal."""
 
 
 @click.command("schedule")
@@ -34,6 +36,7 @@ COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W
 @click.option("--live", type=int, help="solved: most microbatches that a rank holds between F and I, per stage.")
 @click.option("--deferred", type=int, help="solved: most microbatches that a rank holds between I and W, per stage.")
 @click.option("--effort", type=float, default=20.0, help="solved: how long to search, in about seconds.")
+@click.option("--grid/--no-grid", default=None, help=f"Print the grid; by itself up to {MOST_CELLS} cells.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the grid to this file.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw it: PNG, SVG or PDF.")
 @verb
@@ -47,6 +50,7 @@ def command(
     live: int | None,
     deferred: int | None,
     effort: float,
+    grid: bool | None,
     out: Path | None,
     picture: Path | None,
 ) -> Answer:
@@ -81,7 +85,11 @@ def command(
         api.draw(study, picture)
     drawing = study.drawing()
     scale = "not to scale" if drawing.column is None else f"one column = {float(drawing.column):g}"
-    show: tuple[RenderableType, ...] = (_title(study), Folded(drawing), f"({scale})", _numbers(study), _peaks(study))
+    cells = len(drawing.rows) * len(drawing.rows[0])
+    drawn: tuple[RenderableType, ...] = (Folded(drawing), f"({scale})")
+    if not (cells <= MOST_CELLS if grid is None else grid):
+        drawn = (f"(a grid of {len(drawing.rows)} x {len(drawing.rows[0])} cells: --grid prints it)",)
+    show: tuple[RenderableType, ...] = (_title(study), *drawn, _numbers(study), _peaks(study))
     if study.order.asynchronous:
         show = (*show, _weights(study))
     if solved is not None:

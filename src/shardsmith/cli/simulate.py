@@ -29,6 +29,7 @@ MOST_LINES = 16
 @click.option("--slow", multiple=True, metavar="RANK=FACTOR", help="A straggler: 3=1.2 makes rank 3 a fifth slower.")
 @click.option("--times", help="Seconds a microbatch and rank, F=1,I=1,W=1, in the place of the cost model.")
 @click.option("--target", help="Software whose behaviour is priced (default: megatron-core).")
+@click.option("--constants", type=click.Path(), help="Constants that `validate --refit` wrote.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the timeline for ui.perfetto.dev (JSON).")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the timeline (.png, .svg or .pdf).")
@@ -36,6 +37,7 @@ def command(
     slow: tuple[str, ...],
     times: str | None,
     target: str | None,
+    constants: str | None,
     trace: Path | None,
     html: Path | None,
     picture: Path | None,
@@ -51,7 +53,12 @@ def command(
     setup = priced_setup(options)
     drawn = setup.plan.pipeline <= MOST_LINES
     found = api.simulate(
-        setup, slow=parse_slow(slow), times=times, target=target, record=drawn or bool(trace or html or picture)
+        setup,
+        slow=parse_slow(slow),
+        times=times,
+        target=target,
+        constants=constants,
+        record=drawn or bool(trace or html or picture),
     )
     files = {}
     if trace:

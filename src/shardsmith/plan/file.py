@@ -20,8 +20,8 @@ import tomli_w
 from shardsmith.errors import Code, Fault, Refused, raise_errors
 from shardsmith.plan.batch import Batching as Batching
 from shardsmith.plan.batch import batching as batching
-from shardsmith.plan.line import NOT_A_PAIR, plan_table, value_of
 from shardsmith.plan.line import parse_plan_line as parse_plan_line
+from shardsmith.plan.line import plan_table, value_of
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Job as Job
 from shardsmith.plan.setup import Setup as Setup
@@ -34,7 +34,7 @@ from shardsmith.specs.job_rules import job_faults
 from shardsmith.specs.library import cluster_named, model_named
 from shardsmith.specs.model import ModelSpec
 from shardsmith.specs.model_rules import model_faults
-from shardsmith.specs.parse import NOT_TOML, UNKNOWN_KEY, WRONG_VALUE, did_you_mean, parse_table, read_toml
+from shardsmith.specs.parse import ALIASES, NOT_TOML, UNKNOWN_KEY, WRONG_VALUE, did_you_mean, parse_table, read_toml
 
 T = TypeVar("T")
 
@@ -56,6 +56,11 @@ ONE_INPUT = Code(
 )
 NO_SECTION = Code(
     code="F204", title="missing table", because="model and workload have no default that would be right for everyone"
+)
+NOT_AN_OVERRIDE = Code(
+    code="F208",
+    title="not a section.key=value override",
+    because="a key is known by its table, since several tables have keys of the same name",
 )
 TWO_SOURCES = Code(
     code="F205", title="one thing stated in two places", because="one of the two would silently be ignored"
@@ -137,11 +142,13 @@ def make_setup(
     seq_len: int | None = None,
     global_batch: int | None = None,
     dtype: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> Setup:
     """The setup that a plan file, or a `plan` in one line, and the options of the command line state.
 
-    Options go over what a file says. Without a file the model is `tiny-llama`, the cluster `local`, a
-    sequence `DEFAULT_SEQ_LEN` tokens, a microbatch one sequence and a step 2 x pipeline microbatches.
+    Options go over what a file says, and `overrides` such as `plan.tensor=2` over both. Without a file the model is
+    `tiny-llama`, the cluster `local`, a sequence `DEFAULT_SEQ_LEN` tokens, a microbatch one sequence and a step
+    2 x pipeline microbatches.
     Raises `Refused` with all faults at once; F203 where file and `plan` are both given, or neither.
     """
     if (file is None) == (plan is None):
@@ -165,6 +172,8 @@ def make_setup(
         if value is not None:
             section, _, key = option.partition(".")
             tables.put(section, key, value, "--" + key.replace("_", "-"))
+    for text in overrides:
+        _override(tables, text, faults)
     return job_of(tables, faults).setup
 
 
@@ -206,15 +215,25 @@ def _override(tables: Tables, text: str, faults: list[Fault]) -> None:
     path, equals, value = text.partition("=")
     section, dot, key = path.strip().partition(".")
     if not (equals and dot and key):
-        faults.append(NOT_A_PAIR.fault(f"{text!r} is not section.key=value", ("--set", text), hint="plan.tensor=2"))
+        hint = _placed(path.strip(), value) or "plan.tensor=2"
+        faults.append(NOT_AN_OVERRIDE.fault(f"{text!r} is not section.key=value", ("--set", text), hint=hint))
         return
     if section not in SECTIONS:
         message = f"there is no table [{section}]"
-        faults.append(UNKNOWN_KEY.fault(message, ("--set", text), hint=did_you_mean(section, SECTIONS)))
+        hint = _placed(key, value) or did_you_mean(section, SECTIONS)
+        faults.append(UNKNOWN_KEY.fault(message, ("--set", text), hint=hint))
         return
     hints = {"preset": str, "hf": str, "nodes": int} | get_type_hints(SECTIONS[section])
     if isinstance(tables.table(section), Mapping):
         tables.put(section, key, value_of(value.strip(), hints.get(key, int)), "--set")
+
+
+def _placed(key: str, value: str) -> str:
+    """A hint that names the tables with a `key` of that name, or of the one it stands for; empty without any."""
+    key = ALIASES.get(key, key)
+    # a table of the run before one of the model, which is seldom changed
+    places = [name for name in reversed(SECTIONS) if key in get_type_hints(SECTIONS[name])]
+    return "did you mean " + " or ".join(f"{name}.{key}={value}" for name in places) + "?" if places else ""
 
 
 def job_of(tables: Tables, faults: Iterable[Fault] = ()) -> Job:

@@ -90,6 +90,9 @@ class Run:
     A checkpoint is saved after every `save_every` steps and the last one (0: never), and the newest `keep` are
     kept (0: all). `resume` from the newest checkpoint in the folder (`auto`), from the one at a path, or `never`.
     What `reset` names is not resumed: the `optimizer` starts without its moments, the `data` from their start.
+
+    A run that does not resume begins with the weights in the folder `init` (Hugging Face's, a run's, or a
+    checkpoint), or with random ones (empty). It may replace an earlier run in its folder only if `overwrite`.
     """
 
     steps: int = 100
@@ -104,3 +107,5 @@ class Run:
     keep: int = 2
     resume: str = "auto"
     reset: tuple[Literal["optimizer", "data"], ...] = ()
+    init: str = ""
+    overwrite: bool = False

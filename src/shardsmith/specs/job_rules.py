@@ -48,7 +48,10 @@ def job_faults(data: Data, optimisation: Optimisation, run: Run, origin: Origin 
     found.within("run.eval_every", run.eval_every >= 0, "0 (never) or more")
     found.within("run.eval_batches", run.eval_batches >= 0, "0 (all) or more")
     found.within("run.timeout_s", run.timeout_s > 0, "more than 0")
-    found.within("run.timeline_step", -1 <= run.timeline_step < max(run.steps, 1), f"-1 (none) to {run.steps - 1}")
+    if not -1 <= run.timeline_step < max(run.steps, 1):
+        message = f"timeline_step must be -1 (none) to {run.steps - 1}, the last of {run.steps} steps"
+        hint = f"timeline_step = {max(run.steps - 1, 0)} or -1; or steps = {run.timeline_step + 1} or more"
+        found.add(OUT_OF_RANGE, message, "run.timeline_step", "run.steps", hint=hint)
     return found.faults
 
 

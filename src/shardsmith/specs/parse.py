@@ -34,6 +34,45 @@ NO_FILE = Code(
 )
 NOT_TOML = Code(code="F111", title="file is not valid TOML", because="model, cluster, plan and job files are TOML")
 
+ALIASES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "sp": "sequence_parallel",
+    "vpp": "stages_per_rank",
+    "vp": "stages_per_rank",
+    "zero_stage": "zero",
+    "mbs": "microbatch",
+    "micro_batch": "microbatch",
+    "micro_batch_size": "microbatch",
+    "gbs": "global_batch",
+    "gradient_accumulation_steps": "microbatches",
+    "grad_accum": "microbatches",
+    "gas": "microbatches",
+    "num_microbatches": "microbatches",
+    "seqlen": "seq_len",
+    "seq_length": "seq_len",
+    "learning_rate": "lr",
+    "max_steps": "steps",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "1f1b": "one_f_one_b",
+    "interleaved_1f1b": "interleaved",
+    "zb1p": "zb_h1",
+    "zbv": "zb_v",
+    "zbh1": "zb_h1",
+    "dualpipev": "dualpipe_v",
+    "bfs": "looped_bfs",
+    "adam": "adamw",
+}
+"""What other tools call keys and values, and the name here: said as a hint, never taken for it."""
+
 _EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -88,6 +127,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A hint for a misspelt `word`: its closest `choices`, or all of them where none is close."""
     known = sorted(choices)
+    if ALIASES.get(word.lower().replace("-", "_")) in known:
+        return f"did you mean {ALIASES[word.lower().replace('-', '_')]}?"
     close = get_close_matches(word, known, n=3, cutoff=0.8)
     # "tensor_paralel" looks more like "sequence_parallel" letter by letter, but means "tensor".
     close = close or [k for k in known if word.startswith(k) or k.startswith(word)]
@@ -159,10 +200,13 @@ def _fault(
         return UNKNOWN_KEY.fault(
             f"{place} has no key {key}", (origin, f"{key} = {value}"), hint=did_you_mean(path[-1], known)
         )
+    alias = ALIASES.get(value.strip('"').lower(), "")
+    allowed = any(alias and f"'{alias}'" in _wanted(detail) for detail in details)
+    meant = f"; did you mean {alias}?" if allowed else ""
     return WRONG_VALUE.fault(
         f"{key} = {value} in {place} is not allowed",
         (origin, f"{key} = {value}"),
-        hint=f"{key} takes " + " or ".join(dict.fromkeys(_wanted(detail) for detail in details)),
+        hint=f"{key} takes " + " or ".join(dict.fromkeys(_wanted(detail) for detail in details)) + meant,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from shardsmith.errors import Code, Fault
 from shardsmith.specs.job import Run
 
@@ -14,6 +16,13 @@ NOTHING_TO_RESET = Code(
     code="F511",
     title="reset without resume",
     because="reset names what is not taken from a checkpoint, and none is read",
+)
+
+
+TWO_BEGINNINGS = Code(
+    code="F513",
+    title="a run that would begin in two ways",
+    because="a run goes on from a checkpoint or begins with weights, and what its folder holds is for it to write",
 )
 
 
@@ -31,4 +40,12 @@ def run_faults(run: Run, source: str = "job") -> list[Fault]:
         faults.append(
             NOTHING_TO_RESET.fault("reset does nothing where nothing is resumed", *said, hint="leave reset out")
         )
+    if run.init and run.resume not in ("auto", "never"):
+        said = ((source, f'init = "{run.init}"'), (source, f'resume = "{run.resume}"'))
+        hint = "init for the weights alone, resume to go on with step, optimiser and data"
+        faults.append(TWO_BEGINNINGS.fault("init and resume both say what the run begins with", *said, hint=hint))
+    if run.init and Path(run.init).resolve() == Path(run.folder).resolve():
+        said = ((source, f'init = "{run.init}"'), (source, f'folder = "{run.folder}"'))
+        hint = "another run.folder; or leave init out, to go on from the newest checkpoint there"
+        faults.append(TWO_BEGINNINGS.fault("the run would overwrite the weights that it begins with", *said, hint=hint))
     return faults

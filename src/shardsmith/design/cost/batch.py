@@ -6,7 +6,7 @@ a million candidates are a handful of array operations. Nothing here knows names
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 import numpy as np
@@ -112,6 +112,12 @@ class Batch:
     overlap_pipeline: Array
     overlap_expert: Array
     scatter_gather: Array
+    overlap_weight_gradient: Array = field(default_factory=lambda: np.zeros(1))
+    """Share of backward's tensor collectives that may run under the weight-gradient products."""
+    early_stop: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where recomputation ends with the last value that backward needs: without the layer's last product."""
+    synchronous: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1): host time adds up instead of hiding."""
 
     def __len__(self) -> int:
         return len(self.microbatch)

@@ -65,9 +65,12 @@ class Estimate:
         return max(rank.total for rank in self.memory)
 
 
-def estimate(setup: Setup, target: str = DEFAULT_TARGET) -> Estimate:
-    """What a legal plan costs. Raises `Refused` (H501 to H503, X351) where cluster or target do not say enough."""
-    return estimate_plan(subject_of(setup, target), setup)
+def estimate(setup: Setup, target: str = DEFAULT_TARGET, constants: Mapping[str, float] | None = None) -> Estimate:
+    """What a legal plan costs, by `constants` or else the shipped ones.
+
+    Raises `Refused` (H501 to H503, X351) where cluster or target do not say enough.
+    """
+    return estimate_plan(subject_of(setup, target, constants), setup)
 
 
 def estimate_plan(s: Subject, setup: Setup) -> Estimate:

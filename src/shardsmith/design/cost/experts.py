@@ -80,6 +80,6 @@ def exchange(b: Batch, c: Constants, routed: Array) -> Array:
     for level in range(1, len(b.level_size)):
         outside = 1.0 - np.clip(b.level_size[level - 1] / stride, 1.0, b.expert) / b.expert
         slowest = np.maximum(slowest, outside * size / (b.level_bandwidth[level] * c["net_share"]))
-    latency = c["latency"] * b.level_latency[0] * np.log2(np.maximum(b.expert, 2.0))
+    latency = c["call"] + c["latency"] * b.level_latency[0] * np.log2(np.maximum(b.expert, 2.0))
     gathered = one_way(b, c, Group(members=b.expert_tensor, stride=b.tensor_stride), routed * b.hidden * 2.0)
     return np.where(b.expert > 1, slowest + latency, 0.0) + gathered

@@ -17,7 +17,7 @@ def kind(b: Batch, c: Constants) -> Array:
     """Index into KINDS of every case; the widest that applies."""
     work = layer(b, c).forward
     bound = work < 2.0 * c["launch"] * b.launches
-    new = b.generation >= GENERATIONS.index("blackwell")
+    new = (b.generation == GENERATIONS.index("blackwell")) | (b.generation == GENERATIONS.index("other"))
     return np.where(new, 3.0, np.where(bound, 2.0, np.where(b.flash > 0, 0.0, 1.0)))
 
 

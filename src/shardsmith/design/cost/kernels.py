@@ -11,8 +11,9 @@ from shardsmith.design.cost.batch import Array, Batch
 
 Constants = Mapping[str, float]
 
-GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "other")
-"""Families of devices that share a sustained share of their matmul ceiling."""
+GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "other", "measured")
+"""Families of devices that share a sustained share of their matmul ceiling; `measured` says that the ceiling itself
+was measured at the clocks of training."""
 TILES = ((128.0, 256.0, 1.0), (128.0, 128.0, 0.97))
 """Output tiles of the large matrix kernels, with their relative rate; a wave is one tile on every multiprocessor.
 The library takes the one that wastes least of the last wave."""
@@ -27,9 +28,13 @@ CAST_BYTES_FORWARD, TRANSPOSE_BYTES, CAST_BYTES_BACKWARD = 3.0, 2.0, 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Seconds of one layer and microbatch on one rank, without communication: parts, forward and backward."""
+    """Seconds of one layer and microbatch on one rank, without communication: parts, forward and backward.
+
+    `gemm_last` is what the layer's last product takes of `gemm_forward`.
+    """
 
     gemm_forward: Array
+    gemm_last: Array
     gemm_backward: Array
     attention_forward: Array
     attention_backward: Array
@@ -99,14 +104,16 @@ def layer(b: Batch, c: Constants) -> Layer:
         sparse = np.where(b.shared_ffn > 0, 1.0 - dense, 0.0)
         shared = np.maximum(shared, 1.0)
         shapes += [(shared * (1.0 + b.gated), b.hidden, sparse), (b.hidden, shared, sparse)]
-    forward, backward = np.zeros(len(b)), np.zeros(len(b))
+    forward, backward, last = np.zeros(len(b)), np.zeros(len(b)), np.zeros(len(b))
     for n, k, share in shapes:
-        forward += share * gemm(b, c, tokens, n, k, rate, width)
+        last = share * gemm(b, c, tokens, n, k, rate, width)
+        forward += last
         backward += share * (gemm(b, c, tokens, k, n, rate, width) + gemm(b, c, n, k, tokens, rate, width))
     attention_forward, attention_backward = attention(b, c)
     elementwise_forward, elementwise_backward = elementwise(b, c)
     return Layer(
         gemm_forward=forward,
+        gemm_last=last,
         gemm_backward=backward,
         attention_forward=attention_forward,
         attention_backward=attention_backward,

@@ -29,4 +29,4 @@ def hop(b: Batch, c: Constants) -> Array:
     r = reach(b, c, Group(members=members, stride=b.pipeline_stride))
     split = np.where((b.sequence_parallel > 0) | (b.scatter_gather > 0), b.tensor, 1.0)
     size = b.microbatch * b.seq_len / b.context * b.hidden * 2.0 / split
-    return np.where(b.pipeline > 1, size / r.bandwidth + r.latency + c["hop_latency"], 0.0)
+    return np.where(b.pipeline > 1, size / r.bandwidth + r.hops + c["hop_latency"], 0.0)

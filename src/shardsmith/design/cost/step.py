@@ -104,15 +104,15 @@ def least_data(b: Batch, c: Constants, level: int, reduce: float, param: float) 
     for link in range(1, len(b.level_size)):
         inside = np.clip(b.level_size[link - 1] / near, 1.0, members)
         bandwidth = np.maximum(bandwidth, b.level_bandwidth[link] * c["net_share"] * inside)
-    once = (1.0 - b.overlap_data) * (members - 1.0) / members
+    once = np.minimum(1.0 - b.overlap_data, (1.0 - b.overlap_shard) / 2.0) * (members - 1.0) / members
     often = (1.0 - b.overlap_shard) * np.where(members > 1, 0.5, 0.0) * b.microbatches
     bytes_moved = {
-        1: once * (reduce + min(reduce, param)),
+        1: once * min(6.0, reduce + min(reduce, param)),
         2: often * reduce + once * param * 0.5,
         3: often * 6.0,
     }[level]
     update = b.optimizer_bytes * weights / members / memory_rate(b, c)
-    return (bytes_moved * weights / bandwidth + update) * jitter(b, c)
+    return (bytes_moved * weights / (c["all_reduce"] * bandwidth) + update) * jitter(b, c)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +147,8 @@ def flow(b: Batch, c: Constants, one: Pass) -> Flow:
 
 
 def jitter(b: Batch, c: Constants) -> Array:
-    """Factor on a step for waiting on the slowest of many ranks."""
-    return 1.0 + c["jitter"] * np.log2(np.maximum(b.world / 8.0, 1.0))
+    """Factor on a step for waiting on the slowest of many ranks, and the machine's own factor."""
+    return c["machine"] * (1.0 + c["jitter"] * np.log2(np.maximum(b.world / 8.0, 1.0)))
 
 
 def one_pass(b: Batch, c: Constants) -> Pass:
@@ -161,11 +161,11 @@ def one_pass(b: Batch, c: Constants) -> Pass:
     forward = k.forward + 2.0 * tensor + ring_forward
     forward = forward + moe * (e.gemm_forward + e.elementwise_forward + exchanged)
     again = (
-        b.recompute_layer * forward
+        b.recompute_layer * (forward - b.early_stop * (k.gemm_last + tensor))
         + b.recompute_gemm * (k.gemm_forward + moe * e.gemm_forward + 2.0 * k.elementwise_forward)
         + b.recompute_attention * k.attention_forward
     )
-    backward = k.backward + 2.0 * tensor + ring_backward + again
+    backward = k.backward + tensor_backward(b, c, k) + ring_backward + again
     accumulate = accumulation(b, c, expert_weights(b) * b.tensor / (b.expert * b.expert_tensor))
     backward = backward + moe * (e.gemm_backward + e.elementwise_backward + exchanged + accumulate)
     # Weight gradients are one of the two products of a backward, and take their sum along.
@@ -173,9 +173,9 @@ def one_pass(b: Batch, c: Constants) -> Pass:
     exchanged_heads = heads_time(b, c)
     forward, backward = forward + exchanged_heads, backward + 2.0 * exchanged_heads
     calls = b.launches + moe * b.expert_launches + np.where(b.tensor > 1, c["collective_launches"], 0.0)
-    floor = c["launch"] * calls
-    forward = smooth_max(forward, floor)
-    floored = smooth_max(backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))
+    floor = (c["launch"] + c["launch_wait"] * b.synchronous) * calls
+    forward = with_launches(b, forward, floor)
+    floored = with_launches(b, backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))
     return Pass(
         forward=b.halves * forward,
         backward=b.halves * floored,
@@ -183,6 +183,11 @@ def one_pass(b: Batch, c: Constants) -> Pass:
         head=b.halves * head(b, c),
         embedding=b.halves * embedding(b, c),
     )
+
+
+def with_launches(b: Batch, kernels: Array, host: Array) -> Array:
+    """Seconds of a pass whose launches run ahead of its kernels, or (`synchronous`) wait for each of them."""
+    return np.where(b.synchronous > 0, kernels + host, smooth_max(kernels, host))
 
 
 def gather_layer(b: Batch, c: Constants, each: Array | float) -> Array:
@@ -194,9 +199,15 @@ def gather_layer(b: Batch, c: Constants, each: Array | float) -> Array:
 
 def tensor_time(b: Batch, c: Constants) -> Array:
     """Exposed seconds of one all-reduce of a layer's activations (or a gather and a scatter, twice the calls)."""
-    size = b.tokens * b.hidden * 2.0
-    calls = np.where(b.sequence_parallel > 0, 2.0, 1.0)
-    return all_reduce(b, c, Group(members=b.tensor, stride=b.tensor_stride), size, calls) * (1.0 - b.overlap_tensor)
+    size, group = b.tokens * b.hidden * 2.0, Group(members=b.tensor, stride=b.tensor_stride)
+    gathered = 2.0 * one_way(b, c, group, size)
+    reduced = np.where(b.sequence_parallel > 0, gathered, all_reduce(b, c, group, size))
+    return reduced * (1.0 - b.overlap_tensor)
+
+
+def tensor_backward(b: Batch, c: Constants, k: Layer) -> Array:
+    """Exposed seconds of the two all-reduces in a layer's backward; weight gradients, half of it, can hide them."""
+    return exposed(c, 2.0 * tensor_time(b, c), b.overlap_weight_gradient, 0.5 * k.gemm_backward)
 
 
 def ring_time(b: Batch, c: Constants, k: Layer) -> tuple[Array, Array]:
@@ -220,7 +231,7 @@ def heads_time(b: Batch, c: Constants) -> Array:
     group = Group(members=b.ulysses, stride=b.context_stride)
     r = reach(b, c, group)
     size = b.tokens * width * 2.0 * (b.ulysses - 1.0) / b.ulysses
-    return np.where(b.ulysses > 1, size / r.bandwidth + 2.0 * r.latency, 0.0)
+    return np.where(b.ulysses > 1, size / r.bandwidth + 2.0 * (c["call"] + r.hops), 0.0)
 
 
 def local_weights(b: Batch) -> Array:

@@ -93,18 +93,27 @@ class Counts:
     final: float
 
 
-def subject_of(setup: Setup, target: str = DEFAULT_TARGET) -> Subject:
+def subject_of(setup: Setup, target: str = DEFAULT_TARGET, constants: Mapping[str, float] | None = None) -> Subject:
     """The subject of a setup. Raises `Refused` (H501 to H503, X351) where its figures do not suffice."""
-    return make_subject(setup.model, setup.workload, setup.cluster, target)
+    return make_subject(setup.model, setup.workload, setup.cluster, target, constants)
 
 
-def make_subject(model: ModelSpec, workload: Workload, cluster: ClusterSpec, target: str = DEFAULT_TARGET) -> Subject:
-    """A subject with the shipped constants. Raises `Refused` (H501 to H503, X351) where figures are missing."""
+def make_subject(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: ClusterSpec,
+    target: str = DEFAULT_TARGET,
+    constants: Mapping[str, float] | None = None,
+) -> Subject:
+    """A subject with `constants`, or else the shipped ones.
+
+    Raises `Refused` (H501 to H503, X351) where figures are missing.
+    """
     chosen = target_named(target)
     faults = unpriceable(cluster, workload)
     if faults:
         raise Refused(faults)
-    return Subject(model=model, workload=workload, cluster=cluster, target=chosen, constants=values())
+    return Subject(model=model, workload=workload, cluster=cluster, target=chosen, constants=constants or values())
 
 
 def unpriceable(cluster: ClusterSpec, workload: Workload) -> list[Fault]:
@@ -259,5 +268,7 @@ def _software(s: Subject) -> dict[str, float]:
         "overlap_data": t.overlap_data,
         "overlap_shard": t.overlap_shard or PREFETCHED,
         "overlap_pipeline": t.overlap_pipeline,
+        "overlap_weight_gradient": t.overlap_weight_gradient,
+        "early_stop": float(t.early_stop),
         "scatter_gather": float(t.scatter_gather),
     } | {name: getattr(kernels, name) for name in type(kernels).__dataclass_fields__}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardsmith.design.cost.batch import Array
-from shardsmith.design.cost.collectives import Group, all_reduce, reach
+from shardsmith.design.cost.collectives import Group, all_reduce, reach, small_all_reduce
 from shardsmith.design.cost.constants import values
 from shardsmith.design.cost.devices import attention_share
 from shardsmith.design.serving.demand import Demand, Servings
@@ -76,7 +76,7 @@ def prefill(d: Demand, s: Servings) -> Array:
 def decode(d: Demand, s: Servings) -> tuple[Array, Array]:
     """Seconds between tokens, and what takes most of them. The requests of a replica go round its stages in
     `pipeline` groups, so that every stage always has one."""
-    model, c = d.model, values() | {"latency": GRAPH_LATENCY}
+    model, c = d.model, values() | {"latency": GRAPH_LATENCY, "call": 0.0}
     requests = np.ceil(np.ceil(d.concurrency / s.data) / s.pipeline)
     layers = np.full(len(s), float(model.layers))
     weights = DTYPE_BYTES[d.dtype] * _met_elements(d, s, layers, requests) / d.memory_rate
@@ -126,7 +126,8 @@ def _reduces(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | flo
     """Seconds of the two sums over tensor ranks in a layer; with expert parallel only attention has one."""
     group = Group(members=s.tensor, stride=np.ones(len(s)))
     calls = np.where(s.expert > 1, 1.0, 2.0)
-    return calls * all_reduce(s, c, group, 2.0 * d.model.hidden * tokens * np.ones(len(s)))
+    reduce = all_reduce if c["call"] else small_all_reduce
+    return calls * reduce(s, c, group, 2.0 * d.model.hidden * tokens * np.ones(len(s)))
 
 
 def _exchanges(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | float) -> Array:
@@ -144,10 +145,10 @@ def _exchanges(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | f
         outside = 1.0 - group.inside(below) / group.size
         rate = s.level_bandwidth[level] * c["net_share" if level else "link_share"]
         slowest = np.maximum(slowest, outside * size / rate)
-    return np.where(s.expert > 1, share * 2.0 * (slowest + reach(s, c, group).latency), 0.0)
+    return np.where(s.expert > 1, share * 2.0 * (slowest + c["call"] + reach(s, c, group).tree), 0.0)
 
 
 def _hop(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | float) -> Array:
     """Seconds to hand hidden states to the next stage; 0 with one stage."""
     r = reach(s, c, Group(members=np.where(s.pipeline > 1, 2.0, 1.0), stride=s.tensor * s.data))
-    return np.where(s.pipeline > 1, 2.0 * d.model.hidden * tokens / s.tensor / r.bandwidth + r.latency, 0.0)
+    return np.where(s.pipeline > 1, 2.0 * d.model.hidden * tokens / s.tensor / r.bandwidth + c["call"] + r.hops, 0.0)

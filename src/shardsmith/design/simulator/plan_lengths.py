@@ -19,11 +19,13 @@ from shardsmith.design.cost.step import (
     expert_group,
     gather_layer,
     gradient_group,
+    jitter,
     one_pass,
     optimizer,
     replica_group,
     ring_time,
     shard_group,
+    tensor_backward,
     tensor_time,
 )
 from shardsmith.design.cost.subject import Subject
@@ -63,22 +65,22 @@ def plan_lengths(s: Subject, setup: Setup, slow: Mapping[int, float] | None = No
     c, moe = s.constants, np.array([0.0, 1.0])
     exchange = moe * kinds.halves * 2.0 * experts(kinds, c).exchange * (1.0 - kinds.overlap_expert)
     tensor = kinds.halves * 2.0 * tensor_time(kinds, c)
-    ring = ring_time(kinds, c, layer(kinds, c))
+    compute = layer(kinds, c)
+    ring = ring_time(kinds, c, compute)
     found = _Model(
         setup=setup,
         b=b,
         constants=c,
         one=one_pass(kinds, c),
         inside={
-            "tensor": (tensor, tensor),
+            "tensor": (tensor, kinds.halves * tensor_backward(kinds, c, compute)),
             "context": (kinds.halves * ring[0], kinds.halves * ring[1]),
             "expert": (exchange, exchange),
         },
         gather=gather_layer(kinds, c, kinds.gather_bytes),
         weights=layer_weights(kinds) / kinds.tensor,
         routed=moe * expert_weights(kinds) / kinds.expert / kinds.expert_tensor,
-        # Ranks wait for the slowest of many wherever they meet: the model's jitter, as in `cost.step`.
-        jitter=float(1.0 + c["jitter"] * np.log2(np.maximum(b.world / 8.0, 1.0))[0]),
+        jitter=float(jitter(b, c)[0]),
     )
     every = tuple(_stage(found, stage) for stage in stages(plan, setup.model))
     return StepLengths(stages=every, slow=slow or {}, end=_end(found) * found.jitter)

@@ -103,9 +103,12 @@ def simulate_plan(
     slow: Mapping[int, float] | None = None,
     times: Times | None = None,
     target: str | None = None,
+    constants: Mapping[str, float] | None = None,
     record: bool = True,
 ) -> Simulation:
     """Simulate one step of a plan; lengths by the cost model, or `times` a microbatch and rank in seconds.
+
+    `constants` of the cost model stand in for the shipped ones.
 
     `slow` gives factors on the compute of global ranks. Their tensor, context and expert partners wait for them in
     every layer, other replicas in the reduction; of several affected replicas the one that ends last is shown (exact
@@ -119,8 +122,14 @@ def simulate_plan(
     raise_errors(slow_faults(setup, slow))
     if times is not None and target is not None:
         raise TIMES_AND_TARGET.refuse("either lengths or a target", ("--times", "given"), ("--target", target))
+    if times is not None and constants is not None:
+        raise TIMES_AND_TARGET.refuse(
+            "either lengths or constants of the cost model", ("--times", "given"), ("--constants", "given")
+        )
     order = _order(setup, batching(setup.plan, setup.workload).microbatches)
-    priced = subject_of(setup, target or DEFAULT_TARGET) if times is None and _says_something(setup) else None
+    priced = (
+        subject_of(setup, target or DEFAULT_TARGET, constants) if times is None and _says_something(setup) else None
+    )
     lengths, origin = _given(setup, order, times) if priced is None else _by_cost(priced, setup)
     gather, each = _gather(setup), streams_gradients(setup.plan)
 

@@ -45,7 +45,8 @@ class Elementwise:
 class Memory:
     """Bytes held on a device, a parameter of the rank or a logit, and whole layers gathered at once at level 3.
 
-    `states_sharded` bytes are divided by the shard group, `weights` and `gradients` are not (below level 3).
+    `states_sharded` bytes are divided by the shard group, `weights` and `gradients` are not (below level 3). `fixed`
+    bytes stand on every device whatever is trained, where the software's figure counts more than tensors.
     """
 
     weights: float
@@ -53,6 +54,7 @@ class Memory:
     states_sharded: float
     logits: float
     gathered_layers: float
+    fixed: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class Target:
     gather_bytes: float
     optimizer_bytes: float
     overlap_tensor: float
+    overlap_weight_gradient: float = 0.0
     overlap_data: float
     overlap_shard: float
     overlap_pipeline: float
@@ -79,6 +82,7 @@ class Target:
     padded_stages: bool
     tied: bool
     selective: Literal["attention", "operators"]
+    early_stop: bool = False
     recompute_unstated: float = 0.0
     expert_launches: float = 120.0
     overlap_expert: float = 0.0

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array
 from shardsmith.design.cost.constants import Constant
 from shardsmith.design.cost.fit import fit
+from shardsmith.design.cost.refit import refit
 from shardsmith.design.cost.step import step
 from shardsmith.design.validation.rows import Runs
 
@@ -43,16 +45,40 @@ def leave_out(runs: Runs, blocks: Sequence[str], start: Mapping[str, Constant]) 
     return predicted
 
 
+def middle(predicted: Array, rows: NDArray[np.intp]) -> int:
+    """The row of middle predicted time among `rows`: chosen without looking at any measurement."""
+    order: NDArray[np.intp] = np.argsort(predicted[rows], kind="stable")
+    return int(rows[order[(len(rows) - 1) // 2]])
+
+
+def refitted_by_one_row(runs: Runs, start: Mapping[str, Constant]) -> Array:
+    """Seconds predicted for each source by constants fitted without it, then refitted to ONE of its rows.
+
+    As a user does with `validate --refit`. The row is its `middle` one, and keeps its unfitted prediction, so
+    that it does not count as known.
+    """
+    predicted, names = np.empty(len(runs.seconds)), np.asarray(runs.sources)
+    groups = np.asarray(runs.groups)
+    for name in np.unique(names):
+        rows, rest = np.flatnonzero(names == name), np.flatnonzero(names != name)
+        constants = fit(runs.batch.select(rest), runs.seconds[rest], list(groups[rest]), start)
+        predicted[rows] = step(runs.batch.select(rows), constants).total
+        known = middle(predicted, rows)
+        moved = refit(runs.batch.select(np.array([known])), runs.seconds[[known]], start, constants).values
+        others = rows[rows != known]
+        predicted[others] = step(runs.batch.select(others), moved).total
+    return predicted
+
+
 def scaled_by_one_row(predicted: Array, measured: Array, sources: Sequence[str]) -> Array:
     """Predictions with ONE factor a source, set from one of its rows as a user with one measured run would.
 
-    The row is the one of middle predicted time, chosen without looking at any measurement; itself it keeps
-    its unscaled prediction, so that it does not count as known.
+    The row is the `middle` one; itself it keeps its unscaled prediction, so that it does not count as known.
     """
     scaled, names = predicted.copy(), np.asarray(sources)
     for name in np.unique(names):
         rows = np.flatnonzero(names == name)
-        known = rows[np.argsort(predicted[rows], kind="stable")[(len(rows) - 1) // 2]]
+        known = middle(predicted, rows)
         others = rows[rows != known]
         scaled[others] = predicted[others] * measured[known] / predicted[known]
     return scaled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -13,13 +13,14 @@ from shardsmith.design.cost.constants import constants, values
 from shardsmith.design.cost.interval import interval
 from shardsmith.design.cost.memory import StateBytes, peak
 from shardsmith.design.cost.step import step
-from shardsmith.design.validation.cross import Errors, errors, leave_out, scaled_by_one_row
+from shardsmith.design.validation.columns import require_columns
+from shardsmith.design.validation.cross import Errors, errors, leave_out, refitted_by_one_row, scaled_by_one_row
 from shardsmith.design.validation.ranking import Ranking, rankings
 from shardsmith.design.validation.rows import Runs, Skipped, read_runs, target_of
 from shardsmith.units import GB
 
-Cross = Literal["none", "leave-one-group-out", "leave-one-source-out", "one-scalar-per-source"]
-CROSSES: tuple[Cross, ...] = ("none", "leave-one-group-out", "leave-one-source-out", "one-scalar-per-source")
+Cross = Literal["none", "leave-one-group-out", "leave-one-source-out", "one-scalar-per-source", "one-refit-per-source"]
+CROSSES: tuple[Cross, ...] = get_args(Cross)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +55,26 @@ class Validation:
         return rankings(self.runs.rows, self.predicted, self.runs.seconds)
 
 
-def validate(path: str | Path, *, cross: Cross = "none", moe: bool = False) -> Validation:
-    """Predictions for the scorable rows of `path`, by the shipped constants or (`cross`) by left-out fits.
+def validate(
+    path: str | Path, *, cross: Cross = "none", moe: bool = False, constants_file: str | Path | None = None
+) -> Validation:
+    """Predictions for the scorable rows of `path`, by the shipped constants (those of a file over them), or
+    (`cross`) by left-out fits.
 
-    Raises `Refused` only for a file that cannot be read; a bad row is skipped and named.
+    Raises `Refused` only for a file that cannot be read (F703) or lacks columns (F702); a bad row is skipped and named.
     """
-    runs = read_runs(path, moe=moe)
+    require_columns(path)
+    runs, current = read_runs(path, moe=moe), values(constants_file)
     if cross == "none" or not len(runs.seconds):
-        predicted = step(runs.batch, values()).total if len(runs.seconds) else np.empty(0)
+        predicted = step(runs.batch, current).total if len(runs.seconds) else np.empty(0)
+    elif cross == "one-refit-per-source":
+        predicted = refitted_by_one_row(runs, constants())
     else:
         blocks = runs.groups if cross == "leave-one-group-out" else runs.sources
         predicted = leave_out(runs, blocks, constants())
         if cross == "one-scalar-per-source":
             predicted = scaled_by_one_row(predicted, runs.seconds, runs.sources)
-    low, high = interval(runs.batch, values(), predicted) if len(predicted) else (predicted, predicted)
+    low, high = interval(runs.batch, current, predicted) if len(predicted) else (predicted, predicted)
     return Validation(runs=runs, predicted=predicted, low=low, high=high, cross=cross)
 
 
@@ -114,7 +121,8 @@ def predicted_gb(runs: Runs) -> Array:
         logits=np.array([m.logits for m in declared]),
         gathered_layers=np.array([m.gathered_layers for m in declared]),
     )
-    return np.asarray(peak(runs.batch, held) / GB, dtype=np.float64)
+    fixed = np.array([m.fixed for m in declared])
+    return np.asarray((peak(runs.batch, held) + fixed) / GB, dtype=np.float64)
 
 
 def _finite(value: Any) -> Any:

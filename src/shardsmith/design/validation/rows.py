@@ -17,6 +17,7 @@ from shardsmith.design.cost.kernels import GENERATIONS
 from shardsmith.design.cost.pipeline import stage_layers
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.targets import Elementwise, Target, target_named
+from shardsmith.design.validation.machines import machine_of
 from shardsmith.errors import Refused
 
 Row = Mapping[str, str]
@@ -129,11 +130,13 @@ def target_of(row: Row) -> Target:
     """The target whose declared behaviour a row's software has. ValueError for software that has no target."""
     name, notes = row.get("framework", ""), row.get("notes", "")
     rules: Sequence[tuple[str, Callable[[], bool]]] = (
+        ("composer-fsdp-classic", lambda: "Composer" in name and "MP mode PURE" in notes),
         ("composer-fsdp", lambda: "llm-foundry" in name or "Composer" in name or "fms" in name),
         ("internevo", lambda: "InternEvo" in name or "InternLM" in name),
         ("torchtitan-compile", lambda: "torchtitan" in name and "compile" in notes),
         ("torchtitan", lambda: "torchtitan" in name),
-        ("megatron-deepspeed", lambda: "DeepSpeed" in name),
+        ("megatron-deepspeed", lambda: "DeepSpeed" in name and _number(row, "year", 2023.0) >= 2023),
+        ("megatron-deepspeed-classic", lambda: "DeepSpeed" in name),
         ("maxtext", lambda: "MaxText" in name),
         ("paxml", lambda: "Paxml" in name or "JAX" in name),
         ("megatron-core", lambda: any(k in name for k in ("NeMo", "Bridge", "Core", "MLPerf", "AutoModel"))),
@@ -185,28 +188,25 @@ def _device(row: Row, d: DeviceFacts) -> dict[str, float]:
     intra, inter = _number(row, "intra_bw_GBs", 300.0), _number(row, "inter_bw_Gbps_per_gpu", 200.0)
     if intra <= 0 or inter <= 0 or node <= 0:
         raise ValueError(f"a link without bandwidth: intra {intra:g} GB/s, inter {inter:g} Gb/s")
+    machine = machine_of(row)
+    generation = "measured" if machine.matmul_share and not fp8 else d.generation
     return {
         "fp8": float(fp8),
         "peak16": (_number(row, "gpu_peak_tflops_bf16", d.peak_tflops)) * 1e12,
         "peak8": d.peak8_tflops * 1e12,
         "vector_peak": d.vector_tflops * 1e12,
-        "matmul16": d.matmul_share,
+        "matmul16": machine.matmul_share or d.matmul_share,
         "matmul8": d.matmul8_share or 1.0,
         "memory_bandwidth": d.memory_gbs * 1e9,
         "processors": float(d.processors),
-        "generation": float(GENERATIONS.index(d.generation if d.generation in GENERATIONS else "other")),
+        "generation": float(GENERATIONS.index(generation if generation in GENERATIONS else "other")),
         "level0_size": node,
         "level0_bandwidth": intra * 1e9,
         "level0_latency": LINK_LATENCY,
         "level1_size": math.inf,
         "level1_latency": NETWORK_LATENCY,
-        "level1_bandwidth": inter / 8 * 1e9 * path_share(row),
+        "level1_bandwidth": inter / 8 * 1e9 * machine.network_share,
     }
-
-
-def path_share(row: Row) -> float:
-    """Share of a network's nominal rate left by how data travels: Omni-Path is driven by the host, staged in memory."""
-    return 0.5 if "OPA" in row.get("notes", "") else 1.0
 
 
 def _layout(row: Row, target: Target) -> dict[str, float]:
@@ -299,6 +299,8 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "attention_backward": attention_share(kernel, d.generation),
         "loss_bytes": t.loss_bytes,
         "launches": t.launches,
+        "early_stop": float(t.early_stop),
+        "synchronous": float(machine_of(row).synchronous),
         "expert_launches": t.expert_launches,
         "overlap_expert": t.overlap_expert * shown,
         "accumulate_bytes": t.accumulate_bytes,
@@ -307,6 +309,7 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "gather_bytes": t.gather_bytes if layout["zero"] else 0.0,
         "optimizer_bytes": t.optimizer_bytes,
         "overlap_tensor": t.overlap_tensor * shown * split,
+        "overlap_weight_gradient": t.overlap_weight_gradient * shown,
         "overlap_data": t.overlap_data * shown,
         "overlap_shard": t.overlap_shard * shown,
         "overlap_pipeline": t.overlap_pipeline * shown,

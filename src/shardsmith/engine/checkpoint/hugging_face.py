@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardsmith.engine.checkpoint.companions import TokenIds
 from shardsmith.engine.checkpoint.safetensors_file import (
     NO_TENSOR,
     SURPLUS,
@@ -65,8 +66,10 @@ def read_hugging_face(folder: Path) -> Source:
     return Source(model=spec, dtypes=dtypes, read=read)
 
 
-def write_hugging_face(source: Source, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `source` into the existing `folder` as `from_pretrained` reads it; the config comes last.
+def write_hugging_face(
+    source: Source, folder: Path, *, shard_bytes: int = SHARD_BYTES, tokens: TokenIds | None = None
+) -> None:
+    """Write `source` into the existing `folder` as `from_pretrained` reads it; the config comes last, with `tokens`.
 
     The index is built from the files as they were written. A tied head is not written: the config says that
     it is tied. Raises `Refused` (M205) for a model that no Hugging Face type computes.
@@ -83,7 +86,7 @@ def write_hugging_face(source: Source, folder: Path, *, shard_bytes: int = SHARD
         index = {"metadata": {"total_size": sum(e.bytes for _, e in pairs)}, "weight_map": dict(sorted(held.items()))}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     dtype = str(source.dtypes["embedding.weight"]).removeprefix("torch.")
-    config = to_hf_config(source.model, dtype=dtype)
+    config = to_hf_config(source.model, dtype=dtype) | dict(tokens or {})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 

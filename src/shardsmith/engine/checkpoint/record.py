@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ RECORD_FILE = "state.json"
 FORMAT = 1
 _FREE = ("name", "init_std")
 """Fields of a model that change nothing once it is trained."""
+_TRAINING = (*_FREE, "dropout", "attention_dropout")
+"""Fields that say how a model is trained, not what it computes: they may change where a run begins with weights."""
+_BALANCING = ("aux_loss", "z_loss", "bias_rate")
+_REACH = ("context", "rope_theta", "rope_scaling", "window")
+"""Fields that training on longer sequences changes on purpose: what the model computes, but no tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,34 @@ def model_faults(saved: Mapping[str, Any], model: ModelSpec, source: str) -> lis
     """Every field in which a saved model differs from `model`; one that was not yet known had its default."""
     defaults = {f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}
     return _differences(saved, plain(model), defaults, source, "model", OTHER_MODEL)
+
+
+def start_faults(weights: ModelSpec, model: ModelSpec, source: str, hint: str = "") -> list[Fault]:
+    """Why a run of `model` may not begin with `weights`, which stand in `source`: every field that differs.
+
+    How far positions reach may change, with a warning, since that is what such a run is for; a table of learned
+    positions may not. How experts are balanced is a matter of training.
+    """
+    reach = _REACH if model.positions == "rope" else ()
+    faults = _differences(_computed(weights), _computed(model), {}, source, "model", OTHER_MODEL)
+    return [_change(fault) if _key(fault) in reach else replace(fault, hint=hint) for fault in faults]
+
+
+def _computed(model: ModelSpec) -> dict[str, Any]:
+    """The fields of a model that say what it computes."""
+    found = {key: value for key, value in plain(model).items() if key not in _TRAINING}
+    if found["experts"] is not None:
+        found["experts"] = {key: value for key, value in found["experts"].items() if key not in _BALANCING}
+    return found
+
+
+def _key(fault: Fault) -> str:
+    return fault.message.split()[0].removeprefix("model.")
+
+
+def _change(fault: Fault) -> Fault:
+    message = f"model.{_key(fault)} is not what these weights were trained with: they are trained on with the new value"
+    return replace(fault, severity="warning", message=message)
 
 
 def data_faults(saved: Mapping[str, Any], data: Mapping[str, Any], source: str) -> list[Fault]:

@@ -15,6 +15,9 @@ WEIGHTS_FILE = "model.safetensors"
 
 MODEL_FILE = "model.toml"
 
+RUN_FILE = "run.toml"
+"""The job as it was run, every value stated."""
+
 
 def read_run(folder: Path) -> Source:
     """The weights of a run, every tensor checked before the first is read.

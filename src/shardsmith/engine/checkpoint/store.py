@@ -174,11 +174,13 @@ def named(path: Path, parts: Sequence[str]) -> Found:
         found = newest(root, parts)
         if found.folder is not None:
             return found
-    raise NO_CHECKPOINT.refuse(
-        f"there is no complete checkpoint in {path}",
-        ("run.resume", str(path)),
-        hint="the folder of a run or of a checkpoint; or resume = auto, which may start from the beginning",
-    )
+    message = f"there is no complete checkpoint in {path}"
+    hint = "a checkpoint, or the folder of a run that has saved some; or resume = auto, which may begin from the start"
+    if any(path.glob("*.safetensors")):
+        # weights alone are no checkpoint: there is no step and no optimiser to go on from
+        message = f"{path} holds weights, but no complete checkpoint"
+        hint = f'run.init = "{path}" begins a new run with these weights'
+    raise NO_CHECKPOINT.refuse(message, ("run.resume", str(path)), hint=hint)
 
 
 def _folders(root: Path) -> list[Path]:

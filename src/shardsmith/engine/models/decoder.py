@@ -234,7 +234,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, queue: WeightQueue, layer: int) -> None:
         super().__init__()
-        self.dropout = spec.dropout
+        self.layer, self.dropout = layer, spec.dropout
         self.norm1 = _norm(spec)
         self.attention = (LatentAttention if spec.latent else Attention)(spec, queue)
         self.norm2 = _norm(spec)

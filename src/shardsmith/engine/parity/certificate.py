@@ -79,6 +79,11 @@ class Certificate:
         """Whether the plan computes what one process computes (a NaN never passes)."""
         return self.worst <= self.tolerance
 
+    @property
+    def shrunk(self) -> bool:
+        """Whether a smaller model was run than asked for."""
+        return self.setup.model != self.asked.model
+
     def summary(self) -> str:
         """The certificate in a few lines for a person."""
         setup, asked = self.setup, self.asked
@@ -93,15 +98,17 @@ class Certificate:
             f"  allowed   {self.tolerance:.0e}",
         ]
         if self.expert_kernel is not None:
-            replayed = "replayed; " if setup.workload.dtype == "float32" else ""
+            replayed = "replayed; " if self.setup.workload.dtype == "float32" else ""
             lines.append(f"  experts   {self.expert_kernel}; {replayed}{self.routing_flips} tokens chose others")
-        if setup != asked:
+        if self.shrunk:
             lines.insert(2, f"  shrunk    from {asked.plan.world} ranks: {asked.plan}, model {asked.model.name}")
+        elif setup.workload.dtype != asked.workload.dtype:
+            asked_dtype = asked.workload.dtype
+            lines.insert(3, f"  dtype     {setup.workload.dtype}: {asked_dtype}, as asked, rounds too much to judge by")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         """The certificate as plain JSON values."""
-        shrunk = self.setup != self.asked
         return {
             "passed": self.passed,
             "tolerance": self.tolerance,
@@ -110,7 +117,7 @@ class Certificate:
             "params": [vars(p) for p in self.parameters],
             "plan_asked": str(self.asked.plan),
             "plan_run": str(self.setup.plan),
-            "shrunk": shrunk,
+            "shrunk": self.shrunk,
             "model_asked": self.asked.model.name,
             "model_run": self.setup.model.name,
             "ranks": self.setup.plan.world,
@@ -118,6 +125,7 @@ class Certificate:
             "seed": self.seed,
             "losses": list(self.losses),
             "dtype": self.setup.workload.dtype,
+            "dtype_asked": self.asked.workload.dtype,
             "expert_kernel": self.expert_kernel,
             "routing_flips": self.routing_flips,
         }

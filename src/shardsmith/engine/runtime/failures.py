@@ -52,6 +52,9 @@ STEP_BACK_S = 3.0
 
 _OUTPUT_LINES = 10
 
+_INPUT = ("F", "G1", "G2", "G3", "G4")
+"""How codes begin that are about files and settings: all ranks meet such a fault alike, and none of them failed."""
+
 _stacks: int | None = None
 """Descriptor of this rank's stack file."""
 
@@ -256,7 +259,7 @@ def _failed(failure: Failure, folder: Path) -> RankFailed:
             hint=_log_hint(folder, failure.rank),
         ),
     )
-    if failure.faults:
+    if failure.faults and not failure.faults[0].code.startswith(_INPUT):
         faults = (replace(faults[0], message=f"{where}: {faults[0].message}"), *faults[1:])
     return RankFailed(faults, rank=failure.rank, step=failure.step)
 

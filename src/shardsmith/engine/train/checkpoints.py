@@ -5,31 +5,23 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shardsmith.engine.checkpoint import store
 from shardsmith.engine.checkpoint.blocks import Block, read_blocks, whole_block, write_blocks
-from shardsmith.engine.checkpoint.record import Record, data_faults, model_faults, plain, read_record
+from shardsmith.engine.checkpoint.formats import open_weights
+from shardsmith.engine.checkpoint.record import Record, plain, read_record
 from shardsmith.engine.checkpoint.state import (
     generator_blocks,
-    missing_part,
     optimizer_blocks,
-    optimizer_faults,
     optimizer_record,
     prepare_optimizer,
     restore_generators,
 )
 from shardsmith.engine.checkpoint.team import make_team
 from shardsmith.engine.dataset.batches import Batches
+from shardsmith.engine.train.beginning import CHECKPOINTS, data_record, decide, goes_on
 from shardsmith.engine.train.step import Trainer
-from shardsmith.errors import Fault, raise_errors
 from shardsmith.plan.setup import Job
-
-FOLDER = "checkpoints"
-"""Where in the run's folder checkpoints are."""
-
-_WHERE = ("path", "eval_path", "tokenizer")
-"""Fields of Data that say where data are: they may move between two runs."""
 
 _log = logging.getLogger("shardsmith.checkpoint")
 
@@ -37,30 +29,45 @@ _log = logging.getLogger("shardsmith.checkpoint")
 class Checkpoints:
     """The checkpoints of one run, of which this process is one rank.
 
-    `step` is the first step to do, `batches` are the data cut so that they go on there. All ranks must make
-    the same calls.
+    `step` is the first step to do, `batches` are the data cut so that they go on there; `fresh` unless it continues
+    the run that is in its folder. All ranks must make the same calls.
     """
 
     def __init__(self, job: Job, trainer: Trainer, batches: Batches) -> None:
         self.job, self.trainer, self.batches, self.step = job, trainer, batches, 0
+        self.fresh = True
         self.team = make_team(job.run.timeout_s)
-        self.root = Path(job.run.folder) / FOLDER
+        self.root = Path(job.run.folder) / CHECKPOINTS
 
     def resume(self) -> None:
-        """Load what `job.run.resume` says, if there is anything.
+        """Load what `job.run.resume` says, if there is anything; else the weights that `job.run.init` names, if any.
 
-        Raises `Refused` with all that forbids it: nothing complete at the path (F506, F507), another model
-        (F503), other data (F504), no state of this optimiser (F508), later checkpoints in the folder (F509).
+        Raises `Refused` as `beginning.decide` does.
         """
-        found = self.team.agree(self._choose)
+        found = self.team.agree(lambda: decide(self.job, self.batches.source))
         for warning in found.warnings:
             self._say(str(warning))
+        self.fresh = not goes_on(self.job, found.folder)
         if found.folder is not None:
             self.load(found.folder)
+        elif self.job.run.init:
+            self.begin_with(Path(self.job.run.init))
+
+    def begin_with(self, folder: Path) -> None:
+        """Take the weights in `folder`, whatever format they have, as those of step 0; each rank reads its own rows."""
+        source, trainer = open_weights(folder, "run.init"), self.trainer
+        for name, held in trainer.held().items():
+            part = source.read(name)
+            for dim, (start, size) in enumerate(zip(held.offsets, held.parameter.shape, strict=True)):
+                part = part.narrow(dim, start, size)
+            held.parameter.detach().copy_(part)
+        trainer.spread()
+        self._say(f"begun with the weights in {folder}")
+        trainer.check_replicas()
 
     def load(self, folder: Path) -> None:
         """Take the state of the run from the checkpoint in `folder`, whatever plan wrote it."""
-        record = self.team.agree(lambda: self._examined(folder))
+        record = self.team.agree(lambda: read_record(folder))
         trainer, reset = self.trainer, self.job.run.reset
         weights = self._weights()
         read_blocks(folder / store.WEIGHTS, weights | self._biases(), self.team.group)
@@ -94,32 +101,6 @@ class Checkpoints:
         team.agree(lambda: store.commit(staging, final, record))
         team.agree(lambda: store.prune(self.root, self.job.run.keep))
         return final
-
-    def _choose(self) -> store.Found:
-        """Which checkpoint to resume from, by what rank 0 sees."""
-        resume = self.job.run.resume
-        if resume == "never":
-            raise_errors(store.later_faults(self.root, 0))
-            return store.Found(folder=None)
-        if resume == "auto":
-            return store.newest(self.root, self._parts())
-        return store.named(Path(resume), self._parts())
-
-    def _examined(self, folder: Path) -> Record:
-        """The record of a checkpoint that this job may resume from."""
-        record, source = read_record(folder), str(folder)
-        faults = model_faults(record.model, self.trainer.setup.model, source)
-        if "optimizer" not in self.job.run.reset:
-            faults += self._optimizer_faults(folder, record)
-        if "data" not in self.job.run.reset and record.data:
-            faults += data_faults(record.data, self._data(), source)
-        raise_errors(faults + store.later_faults(self.root, record.step))
-        return record
-
-    def _optimizer_faults(self, folder: Path, record: Record) -> list[Fault]:
-        if record.optimizer is not None and not store.has_part(folder, store.OPTIMIZER):
-            return [missing_part(str(folder))]
-        return optimizer_faults(record.optimizer, self.trainer.optimisation, str(folder))
 
     def _load_optimizer(self, folder: Path, record: Record, weights: dict[str, Block]) -> None:
         trainer, saved = self.trainer, record.optimizer
@@ -170,7 +151,7 @@ class Checkpoints:
             updates=trainer.updates,
             samples=self.batches.consumed(step),
             model=plain(setup.model),
-            data=self._data(),
+            data=data_record(self.job.data, self.batches.source),
             seed=self.job.run.seed,
             plan=str(setup.plan),
             world=self.team.world,
@@ -179,15 +160,6 @@ class Checkpoints:
             loss_scale=trainer.scaler.scale,
             good_steps=trainer.scaler.good_steps,
         )
-
-    def _data(self) -> dict[str, Any]:
-        """What fixes the order of the samples."""
-        stated = {key: value for key, value in plain(self.job.data).items() if key not in _WHERE}
-        source = self.batches.source
-        return stated | {"samples": source.samples, "seq_len": source.seq_len}
-
-    def _parts(self) -> tuple[str, ...]:
-        return (store.WEIGHTS,) if "optimizer" in self.job.run.reset else (store.WEIGHTS, store.OPTIMIZER)
 
     def _say(self, text: str) -> None:
         if self.team.rank == 0:

@@ -144,7 +144,8 @@ def _kept_signals() -> Iterator[None]:
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
     """The agent's own reports name the process that ended first, not the error that came first: keep them out."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    agents = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(agents)]
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     for logger in levels:
         logger.setLevel(logging.CRITICAL + 1)

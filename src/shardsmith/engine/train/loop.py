@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardsmith.engine.dataset.batches import batches_of, held_out_of
 from shardsmith.engine.dataset.open import open_data
 from shardsmith.engine.parallel.expert import Loads
 from shardsmith.engine.runtime import environment, preemption, process, progress
+from shardsmith.engine.train.beginning import clear_run
 from shardsmith.engine.train.checkpoints import Checkpoints
 from shardsmith.engine.train.evaluate import evaluate
 from shardsmith.engine.train.first_steps import CHECKED_STEPS, check_batches
@@ -26,20 +28,31 @@ from shardsmith.engine.train.gather import full_parameters, measured_timeline
 from shardsmith.engine.train.metrics import MetricsWriter, StepMetrics
 from shardsmith.engine.train.nonfinite import stop_nonfinite
 from shardsmith.engine.train.optimizer import set_learning_rate
+from shardsmith.engine.train.run_record import changes, write_record
 from shardsmith.engine.train.step import StepResult, Trainer
 from shardsmith.plan.setup import Job
 from shardsmith.schedule.ir import Kind
 from shardsmith.specs.flops import mfu, model_flops
 from shardsmith.specs.learning_rate import learning_rate
 
+_log = logging.getLogger("shardsmith.train")
 
-def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> bool:
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The step at which a run began here, and whether it was asked to end (SIGTERM) before its last one."""
+
+    first: int
+    preempted: bool
+
+
+def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> Ended:
     """Train as `job` says; every rank of the plan's world calls this in a process of its own.
 
-    Writes into `job.run.folder` from rank 0: metrics.jsonl, TensorBoard events, the recorded timeline
-    (timeline.json, trace.json) and the final weights (model.safetensors, model.toml); all ranks write
-    checkpoints/, from which it resumes. A SIGTERM to any rank ends all of them after the step they are in, with a
-    checkpoint of it; returns whether that came to pass before the last step.
+    Writes into `job.run.folder` from rank 0: the job as it is run (run.toml), its tokenizer, metrics.jsonl,
+    TensorBoard events, the recorded timeline (timeline.json, trace.json) and the final weights (model.safetensors,
+    model.toml); all ranks write checkpoints/, from which it resumes. A SIGTERM to any rank ends all of them after
+    the step they are in, with a checkpoint of it.
     """
     here = process.start(environment.detect(), timeout_s=job.run.timeout_s)
     try:
@@ -54,17 +67,17 @@ def train_rank(job: Job, pace: Mapping[Kind, float] | None = None) -> bool:
         )
         trainer.check_replicas()
         with preemption.noticed(lambda: setattr(trainer, "stopping", True)):
-            preempted = _steps(job, trainer, notes=_notes(pace))
+            ended = _steps(job, trainer, notes=_notes(pace))
         full = full_parameters(trainer)
         if full is not None:
             write_run(in_memory(job.setup.model, full), Path(job.run.folder))
-        return preempted
+        return ended
     finally:
         process.stop()
 
 
-def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> bool:
-    """All steps of the run; returns whether it was stopped before the last one."""
+def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> Ended:
+    """All steps of the run that are left to do."""
     run, setup, rank, folder = job.run, trainer.setup, dist.get_rank(), Path(job.run.folder)
     data = open_data(job.data, vocab=setup.model.vocab, seq_len=setup.workload.seq_len)
     held_out = None
@@ -73,9 +86,16 @@ def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> bool:
     checkpoints = Checkpoints(job, trainer, batches_of(data.train, seed=job.data.seed, setup=setup))
     checkpoints.resume()
     first, batches = checkpoints.step, checkpoints.batches
-    writer = MetricsWriter(folder, tensorboard=run.tensorboard, first=first) if rank == 0 else None
+    writer = None
+    if rank == 0:
+        if checkpoints.fresh:
+            clear_run(folder)
+        elif changed := changes(job, folder):
+            _log.warning("changed since this run began: %s", "; ".join(changed))
+        write_record(job, folder)
+        writer = MetricsWriter(folder, tensorboard=run.tensorboard, first=first)
     stop = False
-    with _progress_bar(run.steps, shown=rank == 0) as report:
+    with _progress_bar(first, run.steps, shown=rank == 0 and first < run.steps) as report:
         for step in range(first, run.steps):
             progress.at_step(step)
             last = step == run.steps - 1
@@ -103,7 +123,7 @@ def _steps(job: Job, trainer: Trainer, notes: tuple[str, ...]) -> bool:
                 break
     if writer is not None:
         writer.close()
-    return stop
+    return Ended(first=first, preempted=stop)
 
 
 @contextmanager
@@ -164,8 +184,8 @@ def _notes(pace: Mapping[Kind, float] | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def _progress_bar(steps: int, *, shown: bool) -> Iterator[Any]:
-    """A function that reports one step's metrics; a bar on stderr on rank 0, silence elsewhere."""
+def _progress_bar(first: int, steps: int, *, shown: bool) -> Iterator[Any]:
+    """A function that reports one step's metrics; a bar on stderr from step `first` on, or silence."""
     if not shown:
         yield lambda metrics: None
         return
@@ -179,7 +199,7 @@ def _progress_bar(steps: int, *, shown: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("train", total=steps, status="")
+        task = bar.add_task("train", total=steps, completed=first, status="")
 
         def report(metrics: StepMetrics) -> None:
             status = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"

@@ -121,7 +121,7 @@ class RoutedActivations:
     """Elements that the routed experts of one layer and microbatch keep for backward on one rank, balanced routing.
 
     `received` are the rows at the experts, `inner` gate, up and their product of this rank's part, `combined` the
-    outputs at the tokens' owner, which the gradient of the routing weights needs, `router` the scores.
+    outputs at the tokens' owner, which the gradient of the routing weights needs, `router` logits and scores.
     """
 
     received: int
@@ -147,8 +147,8 @@ def routed_activations(setup: Setup) -> RoutedActivations:
     return RoutedActivations(
         received=rows * setup.model.hidden,
         inner=3 * inner,
-        combined=rows // setup.plan.expert_tensor * setup.model.hidden,
-        router=local_tokens(setup) * experts.count,
+        combined=rows * setup.model.hidden,
+        router=2 * local_tokens(setup) * experts.count,
     )
 
 

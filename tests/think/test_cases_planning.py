@@ -49,7 +49,7 @@ def test_g04_attention_that_is_not_fused_keeps_its_scores() -> None:
 def test_g05_logits_are_an_item_of_the_last_stage(line: str, gib: float) -> None:
     setup = priced(line, "qwen3-8b", 8192, "bfloat16")
     (rank,) = rank_memory(subject_of(setup), setup)
-    # Two bytes an entry as computed; then the float32 copy that is softmaxed, which the case is about, and its gradient.
+    # Two bytes an entry as computed; then the float32 copy that is softmaxed, the case's own, and its gradient.
     assert rank.items["logits"] / 2**30 * 4 / (2 + 4 + 4) == pytest.approx(gib, rel=1e-3)
     staged = priced("pipeline=2", "qwen3-8b", 8192, "bfloat16")
     first, last = rank_memory(subject_of(staged), staged)

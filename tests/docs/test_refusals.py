@@ -31,7 +31,7 @@ REFUSALS = {
     "verify a plan": ("verify plan.toml", "T204"),
     "verify too many ranks": ("verify --plan data=32", "X202"),
     "verify too large a model": ("verify --plan tensor=2 --model llama3-8b", "X203"),
-    "verify what is not built": ("verify --plan context=2", "X"),
+    "verify what is not built": ("verify --plan schedule=pipedream,pipeline=2,microbatches=4", "S009"),
     "prepare nothing": ("prepare none --out text", "G001"),
     "a schedule that does not exist": ("schedule one_f_two_b --pipeline 2 --microbatches 4", "S"),
     "an unknown code": ("explain Q999", "F001"),

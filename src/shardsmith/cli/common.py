@@ -12,10 +12,17 @@ from typing import Any
 import click
 from rich.console import Console, RenderableType
 
-from shardsmith.errors import Fault, Refused
+from shardsmith.errors import Code, Fault, Refused
 
 OK, REFUSED, USAGE, PREEMPTED = 0, 1, 2, 75
 """Exit codes: done; refused or failed; wrong usage (click's own); preempted and saved."""
+
+
+FILE = Code(
+    code="F801",
+    title="a file that cannot be read or written",
+    because="the operating system says no: the folder is not there, or its rights forbid it, or the disk is full",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +46,12 @@ def verb(function: Callable[..., Answer]) -> Callable[..., None]:
         except Refused as refused:
             if not refused.told:
                 print_refusal(refused.faults, as_json=as_json)
+            sys.exit(REFUSED)
+        except OSError as error:
+            path = str(error.filename) if error.filename is not None else "a file"
+            reason = error.strerror or str(error)
+            fault = FILE.fault(f"{path}: {reason}", ("path", path), hint="a path that this user may read and write")
+            print_refusal((fault,), as_json=as_json)
             sys.exit(REFUSED)
         if as_json and not answer.silent:
             click.echo(json.dumps(answer.data, indent=1))

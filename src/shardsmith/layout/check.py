@@ -53,10 +53,19 @@ ROPE_CONTEXT = Code(
     severity="warning",
 )
 
+TOO_LARGE = Code(
+    code="B206",
+    title="a size beyond any machine",
+    because="no cluster has a million ranks along an axis, nor a step a million microbatches, and to lay out such a "
+    "plan would take more time and memory than this machine has",
+)
+
 PLAN_COUNTS = (
     *("data", "replicate", "tensor", "pipeline", "context", "ulysses", "expert", "expert_tensor"),
-    *("stages_per_rank", "microbatch", "microbatches"),
+    *("stages_per_rank", "microbatch", "microbatches", "loss_chunk"),
 )
+MOST, MOST_DATA = 10**6, 10**9
+"""Degrees and counts of a plan, and sequences and their lengths, above which nobody means what is written."""
 AXES = ("tensor", "context", "data", "pipeline")
 
 
@@ -109,14 +118,20 @@ def axis_faults(setup: Setup) -> list[Fault]:
 
 
 def size_faults(setup: Setup) -> list[Fault]:
-    """Degrees and sizes below 1."""
+    """Degrees and sizes below 1, and far above what any machine has."""
     keys = [f"plan.{k}" for k in PLAN_COUNTS] + ["workload.seq_len", "workload.global_batch"]
     values = {key: getattr(getattr(setup, key.split(".")[0]), key.split(".")[1]) for key in keys}
     low = [(key, value) for key, value in values.items() if value is not None and value < 1]
-    return [
+    faults = [
         TOO_SMALL.fault(f"{key.split('.')[1]} = {value} is below 1", *setup.said(key), hint="1 or more")
         for key, value in low
     ]
+    for key, value in values.items():
+        most = MOST if key.startswith("plan.") and key != "plan.loss_chunk" else MOST_DATA
+        if value is not None and value > most:
+            message = f"{key.split('.')[1]} = {value} is above {most:,}"
+            faults.append(TOO_LARGE.fault(message, *setup.said(key), hint=f"{most} or less"))
+    return faults
 
 
 def order_faults(setup: Setup) -> list[Fault]:

@@ -62,6 +62,11 @@ NOT_AN_OVERRIDE = Code(
     title="not a section.key=value override",
     because="a key is known by its table, since several tables have keys of the same name",
 )
+CIRCLE = Code(
+    code="F209",
+    title="a plan file that leads back to itself",
+    because="a file takes the plan of the file that it names, and a circle of names has none",
+)
 TWO_SOURCES = Code(
     code="F205", title="one thing stated in two places", because="one of the two would silently be ignored"
 )
@@ -177,15 +182,18 @@ def make_setup(
     return job_of(tables, faults).setup
 
 
-def file_tables(path: str | Path, faults: list[Fault]) -> Tables:
-    """The tables of a file, those of the plan file that it names included."""
+def file_tables(path: str | Path, faults: list[Fault], within: tuple[Path, ...] = ()) -> Tables:
+    """The tables of a file, those of the plan file that it names included; `within` are the files that led here."""
+    if Path(path).resolve() in within:
+        chain = " -> ".join(str(file) for file in (*within, path))
+        raise CIRCLE.refuse(f"{path} names itself as its plan", ("files", chain), hint="a [plan] table of its own")
     data = read_toml(path)
     tables = _tables_of(data, str(path), Path(path).parent, faults)
     named = tables.tables.get("plan")
     if not isinstance(named, str):
         return tables
     del tables.tables["plan"]
-    inner = file_tables(tables.folder / named, faults)
+    inner = file_tables(tables.folder / named, faults, (*within, Path(path).resolve()))
     for section in tables.tables.keys() & inner.tables.keys():
         message = f"[{section}] stands in {path} and in the plan file that it names"
         values = ((str(path), f"[{section}]"), (inner.source, f"[{section}]"))

@@ -26,6 +26,13 @@ TWO_BEGINNINGS = Code(
 )
 
 
+NO_FOLDER = Code(
+    code="F514",
+    title="a run without a folder",
+    because="checkpoints, metrics and weights of a run lie in a folder of its own, not among other files",
+)
+
+
 def run_faults(run: Run, source: str = "job") -> list[Fault]:
     """What is wrong with `run`."""
     faults = []
@@ -44,6 +51,9 @@ def run_faults(run: Run, source: str = "job") -> list[Fault]:
         said = ((source, f'init = "{run.init}"'), (source, f'resume = "{run.resume}"'))
         hint = "init for the weights alone, resume to go on with step, optimiser and data"
         faults.append(TWO_BEGINNINGS.fault("init and resume both say what the run begins with", *said, hint=hint))
+    if not run.folder.strip():
+        hint = 'run.folder = "runs/first"'
+        faults.append(NO_FOLDER.fault("run.folder is empty", (source, f'folder = "{run.folder}"'), hint=hint))
     if run.init and Path(run.init).resolve() == Path(run.folder).resolve():
         said = ((source, f'init = "{run.init}"'), (source, f'folder = "{run.folder}"'))
         hint = "another run.folder; or leave init out, to go on from the newest checkpoint there"

@@ -84,8 +84,9 @@ def _shardsmith(lines: Sequence[str], load: Load, source: str) -> list[float]:
                 step = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if not step.get("skipped") and step["step_time_s"]:
-                found.append(float(step["step_time_s"]))
+            seconds = step.get("step_time_s") if isinstance(step, dict) else None
+            if isinstance(seconds, int | float) and not step.get("skipped") and 0 < seconds < float("inf"):
+                found.append(float(seconds))
     return found
 
 

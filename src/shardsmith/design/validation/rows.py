@@ -153,6 +153,9 @@ def target_of(row: Row) -> Target:
 def case(row: Row) -> dict[str, float]:
     """One row as numbers, a key for every field of Batch. ValueError or Refused says what is wrong with it."""
     target, facts = target_of(row), device_facts(row.get("gpu", ""))
+    for key in ("tp", "pp", "dp", "cp", "ep", "micro_batch", "global_batch"):
+        if _number(row, key, 1.0) <= 0:
+            raise ValueError(f"{key} is not above 0")
     return _model(row) | _device(row, facts) | (layout := _layout(row, target)) | _software(row, target, facts, layout)
 
 

@@ -210,7 +210,8 @@ def relative_errors(found: Arrays, reference: Arrays) -> dict[str, float]:
 
 
 def _worst(found: tuple[float, ...], reference: tuple[float, ...]) -> float:
-    return max(abs(f - r) / abs(r) for f, r in zip(found, reference, strict=True))
+    """Largest relative difference; of two numbers that are both 0 there is none."""
+    return max(0.0 if f == r else abs(f - r) / max(abs(r), 1e-300) for f, r in zip(found, reference, strict=True))
 
 
 def _batches(case: Case) -> Batches:

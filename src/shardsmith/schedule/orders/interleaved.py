@@ -45,7 +45,8 @@ def order(
     the last group at its own size instead deadlocks for some sizes (P = 4, v = 3, m = 5), and is never
     faster.
     """
-    size = pipeline if group is None else group
+    # A group larger than the step is the whole step.
+    size = pipeline if group is None else min(group, max(microbatches, pipeline))
     assert size >= pipeline, f"groups of {size} leave some of {pipeline} ranks without work"
     visits = [
         (chunk, m)

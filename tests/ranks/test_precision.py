@@ -55,7 +55,7 @@ class Run:
 def _dtypes(setup: Setup) -> dict[str, set[torch.dtype]]:
     run = Run(setup)
     run.step()
-    parts = [*run.trainer.data.values(), run.trainer.tied_data]
+    parts = run.trainer._all_data()
     moments = [t for s in run.trainer.optimizer.state.values() for k, t in s.items() if k != "step"]
     return {
         "weights": {p.dtype for p in run.trainer.parameters().values()}
@@ -89,7 +89,7 @@ def _masters(setup: Setup) -> tuple[bool, int, int]:
     trainer = run.trainer
     trainer.check_replicas()
     rounded, finer, total = True, 0, 0
-    for data in [*trainer.data.values(), trainer.tied_data]:
+    for data in trainer._all_data():
         for name, owned in data.owned.items():
             stored = data.stored[name]
             rounded &= torch.equal(stored, owned.detach().to(stored.dtype))
@@ -144,14 +144,14 @@ class Overflow:
 
 
 def _overflow_once(setup: Setup) -> Overflow:
-    """Five steps; in the third, one gradient of the last rank alone is infinite."""
+    """Five steps; in the third, the gradients of one layer are infinite, on the last rank alone."""
     run, world = Run(setup), dist.get_world_size()
     found = Overflow(skipped=[], scales=[], counts=[], unchanged=[], losses=[])
     for step in range(5):
         hook = None
         if step == 2 and dist.get_rank() == world - 1:
-            weight = next(iter(run.trainer.parameters().values()))
-            hook = weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+            block = next(iter(run.trainer.stages.values())).blocks()[0]
+            hook = block.register_full_backward_pre_hook(lambda _, grads: (torch.full_like(grads[0], float("inf")),))
         before = run.owned()
         result = run.step()
         if hook is not None:

@@ -62,7 +62,7 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 
 def measured(trainer: Trainer) -> States:
     """Bytes of this rank's states, storage by storage."""
-    parts = [*trainer.data.values(), trainer.tied_data]
+    parts = trainer._all_data()
     weights = storages([*trainer.parameters().values(), *(t for d in parts for t in d.stored.values())])
     owned = [p for d in parts for p in d.owned.values()]
     grads = [*(b.flat for d in parts for b in d.buckets), *(p.grad for p in [*owned, *trainer.parameters().values()])]
@@ -140,6 +140,7 @@ def _others(setup: Setup) -> int:
 
 
 def _alive() -> dict[int, int]:
+    gc.unfreeze()  # what stands to the end of a run is otherwise out of the collector's sight
     gc.collect()
     return storages(t for t in gc.get_objects() if isinstance(t, Tensor))
 

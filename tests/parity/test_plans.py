@@ -160,10 +160,10 @@ def test_an_error_of_a_billionth_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 def test_b10_labels_of_another_microbatch_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     real = StageWork.begin
 
-    def begin(self: StageWork, microbatches: list[Microbatch], *rest: Any) -> None:
+    def begin(self: StageWork, microbatches: list[Microbatch], *rest: Any, **named: Any) -> None:
         if any(stage.stage.head for stage in self.stages.values()):
             microbatches = [replace(m, labels=microbatches[-1].labels) for m in microbatches]
-        real(self, microbatches, *rest)
+        real(self, microbatches, *rest, **named)
 
     monkeypatch.setattr(StageWork, "begin", begin)
     assert not certified(row("labels of the last microbatch", "pipeline=2,schedule=gpipe")).passed

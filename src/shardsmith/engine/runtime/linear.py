@@ -133,14 +133,14 @@ def _linear(
             x, box = turns.enter(x)
         return list(_Linear.apply(x, seam, queue, projections, box, len(weights), *weights, *biases))
     assert len(projections) == 1, "only one projection can leave through a reducing seam"
-    if seam.chunked:
-        (out,) = _Linear.apply(x, seam, queue, projections, None, 1, weights[0], None)
-        return [out if biases[0] is None else out + biases[0]]
-    (partial,) = _Linear.apply(x, seam.inner, queue, projections, None, 1, weights[0], None)
+    # By chunks the product sums its parts itself.
+    inner = seam if seam.chunked else seam.inner
+    (out,) = _Linear.apply(x, inner, queue, projections, None, 1, weights[0], None)
     if turns is not None and seam.group is not None:
         purposes = (f"{seam.place}_forward", f"{seam.place}_backward")
-        return [turns.leave(partial, biases[0], seam.group, purposes, keep=_KEPT[seam.leave])]
-    out = leave(partial, seam)
+        return [turns.leave(out, biases[0], seam.group, purposes, keep=_KEPT[seam.leave])]
+    if not seam.chunked:
+        out = leave(out, seam)
     return [out if biases[0] is None else out + biases[0]]
 
 
@@ -274,7 +274,7 @@ def _gathered_input_gradient(grad: Tensor, weight: Tensor, seam: Seam) -> tuple[
 
 def _input_gradient(
     rows: list[Tensor], weights: list[Tensor], shape: torch.Size, seam: Seam, *, started: bool
-) -> tuple[Tensor, Waiting | None]:
+) -> tuple[Tensor | None, Waiting | None]:
     """The gradient of the input, summed over the ranks as the seam says; where only `started`, how to wait for it."""
 
     def multiply(parts: list[Tensor]) -> Tensor:
@@ -295,7 +295,7 @@ def _input_gradient(
 
         send = overlapped.reduced_product if seam.enter == "copy" else overlapped.scattered_product
         wait = send(product, torch.cat(rows, 1).view(*shape, -1), group, purpose)
-        return wait(), None
+        return (None, wait) if started else (wait(), None)
     start = overlapped.start_all_reduce if seam.enter == "copy" else overlapped.start_reduce_scatter
     return start(multiply(rows).view(*shape, -1), group, purpose)
 

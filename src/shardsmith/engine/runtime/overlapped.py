@@ -70,12 +70,8 @@ def gathered_products(
     x_RBI: Tensor, weights: list[Tensor], biases: list[Tensor | None], group: Group, purpose: str
 ) -> list[Tensor]:
     """Gather `x` [R, B, I] by chunks and multiply each while the next is on its way -> [S, B, O] per weight."""
-    rows, size = x_RBI.shape[0], group.size
-    chunks = parts(rows)
-    arriving = [start_all_gather(x_RBI[part], group, purpose)[1] for part in chunks]
-    outs = [x_RBI.new_empty(size, rows, *x_RBI.shape[1:-1], w.shape[0]) for w in weights]
-    for part, wait in zip(chunks, arriving, strict=True):
-        whole = wait().unflatten(0, (size, -1))
+    outs = [x_RBI.new_empty(group.size, *x_RBI.shape[:-1], w.shape[0]) for w in weights]
+    for part, whole in gathered_chunks(x_RBI, group, purpose):
         for out, weight, bias in zip(outs, weights, biases, strict=True):
             out[:, part] = F.linear(whole, weight, bias)
     return [out.flatten(0, 1) for out in outs]

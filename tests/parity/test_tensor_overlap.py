@@ -17,12 +17,12 @@ POLICIES = (
     "weight_gradient+chunks",
     "weight_gradient+half_microbatches",
 )
+PARALLEL = ",sequence_parallel=true"
 TABLE = [
     *(
-        row(f"{policy}{', sequence parallel' * sp}", f"tensor=2,microbatch=2,microbatches=2,overlap={policy}" + sp * SP)
-        for SP in (",sequence_parallel=true",)
+        row(f"{policy}{', sequence parallel' * bool(sp)}", f"tensor=2,microbatch=2,microbatches=2,overlap={policy}{sp}")
         for policy in POLICIES
-        for sp in (False, True)
+        for sp in ("", PARALLEL)
     ),
     row(
         "halves, biases, learned positions, dropout",
@@ -47,9 +47,7 @@ TABLE = [
         "all with ZeRO-3",
         "tensor=2,data=2,zero=3,microbatch=2,overlap=weight_gradient+half_microbatches,sequence_parallel=true",
     ),
-    row("chunks, more than rows", "tensor=4,overlap=chunks+weight_gradient,sequence_parallel=true", replicate=None)
-    if False
-    else row(
+    row(
         "chunks, three rows a rank", "tensor=4,overlap=chunks+weight_gradient,sequence_parallel=true,replicate_kv=true"
     ),
 ]

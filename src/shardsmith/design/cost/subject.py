@@ -298,6 +298,8 @@ def _software(s: Subject) -> dict[str, float]:
         "loss_bytes": t.loss_bytes,
         "launches": t.launches,
         "expert_launches": t.expert_launches,
+        "expert_each": t.expert_each,
+        "expert_fused": float(t.expert_fused),
         "accumulate_bytes": t.accumulate_bytes,
         "accumulate_in_product_bytes": t.accumulate_in_product_bytes,
         "optimizer_bytes": t.optimizer_bytes,

@@ -39,7 +39,7 @@ def largest_sum(make: Callable[[], Made], step: Callable[[Made, int], object], *
         for number in range(of + 1):
             with record_function(f"step {number}"):
                 step(made, number)
-    tree = profiled.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    tree = profiled.profiler.kineto_results.experimental_event_tree()
     last: list[Any] = []
     changes = sorted(_changes(tree, f"step {of}", last))
     start, end = last[0].start_time_ns, last[0].end_time_ns

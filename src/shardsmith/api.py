@@ -210,14 +210,15 @@ def simulate(
     times: str | None = None,
     target: str | None = None,
     constants: str | Path | None = None,
+    imbalance: float | None = None,
     record: bool = True,
 ) -> Simulation:
     """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
 
     `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
     and rank) stands in for the cost model, `target` names the software whose behaviour it prices, `constants` a file
-    that `refit` wrote. Without `record` the timeline is left out. Raises `Refused`; see
-    `shardsmith.design.simulator.simulation`.
+    that `refit` wrote, `imbalance` what the fullest expert rank receives over the mean. Without `record` the timeline
+    is left out. Raises `Refused`; see `shardsmith.design.simulator.simulation`.
     """
     from shardsmith.design.cost.constants import values
     from shardsmith.design.simulator.simulation import simulate_plan
@@ -225,7 +226,9 @@ def simulate(
 
     lengths = None if times is None else parse_times(times, "--times")
     current = None if constants is None else values(constants)
-    return simulate_plan(setup, slow=slow, times=lengths, target=target, constants=current, record=record)
+    return simulate_plan(
+        setup, slow=slow, times=lengths, target=target, constants=current, imbalance=imbalance, record=record
+    )
 
 
 def search(
@@ -240,6 +243,7 @@ def search(
     fix: Sequence[str] = (),
     memory_gib: float | None = None,
     target: str | None = None,
+    imbalance: float = 1.0,
     tokens: float | None = None,
     days: float | None = None,
     goal: Literal["fewest", "cheapest"] = "fewest",
@@ -248,9 +252,10 @@ def search(
 ) -> SearchResult:
     """The best plans to train a model on a cluster, best first, with why; needs no torch.
 
-    `fix` holds plan fields to one value (`tensor=8`). With `days` and `tokens` the answer is for the `fewest` nodes,
-    of at most `nodes`, that train in time, or the `cheapest` in device hours. Raises `Refused` for bad input, and
-    where no layout is legal (L101), none fits (L102) or none is fast enough (L103), with what would help.
+    `fix` holds plan fields to one value (`tensor=8`); the fullest expert rank receives `imbalance` times the mean.
+    With `days` and `tokens` the answer is for the `fewest` nodes, of at most `nodes`, that train in time, or the
+    `cheapest` in device hours. Raises `Refused` for bad input, and where no layout is legal (L101), none fits (L102)
+    or none is fast enough (L103), with what would help.
     """
     from shardsmith.design.cost.subject import DEFAULT_TARGET
     from shardsmith.design.planner.goodput import Failures
@@ -266,6 +271,7 @@ def search(
             workload=Workload(seq_len=seq_len, global_batch=global_batch, dtype=dtype),
             cluster=spec if nodes is None else spec.with_nodes(nodes),
             target=target or DEFAULT_TARGET,
+            imbalance=imbalance,
             fixed=fixed_fields(fix),
             count=top,
             memory_gib=memory_gib,
@@ -288,15 +294,18 @@ def serve(
     tpot_ms: float | None = None,
     dtype: ServingDtype = "bfloat16",
     cache_dtype: ServingDtype = "bfloat16",
+    target: str | None = None,
     top: int = 5,
 ) -> ServingResult:
     """Inference layouts: data, tensor, pipeline and expert degrees for `concurrency` requests of `context` tokens.
 
     Counts weights and key/value cache, and says the time to the first token and between tokens by roofline; best
-    first among the layouts that hold the requests and meet the targets. Raises `Refused` (I101 to I103, I201, I202).
+    first among the layouts that hold the requests and meet the targets. `target` names the engine whose behaviour is
+    planned for (vllm). Raises `Refused` (I101 to I103, I201, I202, X351).
     """
-    from shardsmith.design.serving.demand import Demand
+    from shardsmith.design.serving.demand import DEFAULT_SERVER, Demand
     from shardsmith.design.serving.search import search_serving
+    from shardsmith.design.targets import server_named
     from shardsmith.specs.library import cluster_named, model_named
 
     spec = cluster_named(cluster, nodes) if isinstance(cluster, str) else cluster
@@ -309,6 +318,7 @@ def serve(
         tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
         dtype=dtype,
         cache_dtype=cache_dtype,
+        server=server_named(target or DEFAULT_SERVER),
     )
     return search_serving(demand, top=top)
 

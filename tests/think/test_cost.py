@@ -141,7 +141,7 @@ def test_bad_rows_are_named_and_the_rest_is_done(tmp_path: Path) -> None:
     assert len(found.predicted) == 1
     reasons = [s.reason for s in found.skipped]
     assert "H501" in reasons[0]
-    assert "without bandwidth" in reasons[1]
+    assert "inter_bw_Gbps_per_gpu = 0 is below 1" in reasons[1]
     assert "many" in reasons[2]
     assert "homegrown" in reasons[3]
 

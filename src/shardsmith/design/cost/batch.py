@@ -119,6 +119,9 @@ class Batch:
     synchronous: Array = field(default_factory=lambda: np.zeros(1))
     """1 where every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1): host time adds up instead of hiding."""
 
+    imbalance: Array = field(default_factory=lambda: np.ones(1))
+    """Rows of the expert rank that receives most over the mean of all expert ranks; 1 where routing is balanced."""
+
     def __len__(self) -> int:
         return len(self.microbatch)
 

@@ -31,10 +31,10 @@ def expert_weights(b: Batch) -> Array:
 
 
 def experts(b: Batch, c: Constants) -> Experts:
-    """Balanced routing: every rank works on its share of tokens x top_k, on experts / expert-degree experts.
+    """The expert rank that receives most, which all others wait for: `imbalance` times tokens x top_k of a rank.
 
-    Each of the `expert_tensor` ranks of an expert sees the tokens of all of them and has its part of the width;
-    `exchange` is one dispatch or one combine.
+    It has experts / expert-degree experts, which share its rows evenly. Each of the `expert_tensor` ranks of an expert
+    sees the tokens of all of them and has its part of the width; `exchange` is one dispatch or one combine.
     """
     if not b.moe_layers.any():
         none = np.zeros(len(b))
@@ -47,15 +47,17 @@ def experts(b: Batch, c: Constants) -> Experts:
         )
     routed = b.tokens * b.top_k * b.expert_tensor / b.tensor
     local = np.maximum(b.experts / b.expert, 1e-9)
-    each, part = np.maximum(routed / local, 1.0), np.maximum(b.expert_ffn / b.expert_tensor, 1.0)
+    received = routed * b.imbalance
+    each, part = np.maximum(received / local, 1.0), np.maximum(b.expert_ffn / b.expert_tensor, 1.0)
     rate, width = product_rate(b, c)
     up = part * (1.0 + b.gated)
     forward, backward = np.zeros(len(b)), np.zeros(len(b))
     for n, k in ((up, b.hidden), (b.hidden, part)):
         forward += gemm(b, c, each, n, k, rate, width, local)
         backward += gemm(b, c, each, k, n, rate, width, local) + gemm(b, c, n, k, each, rate, width, local)
-    moved = routed * b.hidden * (1.0 + 1.0 / b.expert_tensor) / 2.0
-    active = c["elementwise"] * routed * part / memory_rate(b, c)
+    # Half of the permutation is at the sender, half where the rows arrive.
+    moved = (routed + received) / 2.0 * b.hidden * (1.0 + 1.0 / b.expert_tensor) / 2.0
+    active = c["elementwise"] * received * part / memory_rate(b, c)
     here = b.experts > 0
     return Experts(
         gemm_forward=np.where(here, forward, 0.0),
@@ -64,7 +66,7 @@ def experts(b: Batch, c: Constants) -> Experts:
         elementwise_backward=np.where(
             here, b.ffn_backward * active + PERMUTE_BACKWARD * moved / memory_rate(b, c), 0.0
         ),
-        exchange=np.where(here, exchange(b, c, routed), 0.0),
+        exchange=np.where(here, exchange(b, c, received), 0.0),
     )
 
 

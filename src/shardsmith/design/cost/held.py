@@ -150,7 +150,7 @@ def kept_layer(s: Subject, p: Layouts, b: Batch) -> tuple[Array, Array]:
     # Of every routed token: its copy as dispatched, gate and up, their product, the output; and the shared MLP.
     sparse = float(s.columns["moe_layers"][0]) / s.model.layers
     tokens = p.microbatch * s.workload.seq_len / p.context
-    routed = tokens * e.top_k / p.tensor * (2.0 * s.model.hidden + 3.0 * e.ffn) * 2.0 * width
+    routed = b.imbalance * tokens * e.top_k / p.tensor * (2.0 * s.model.hidden + 3.0 * e.ffn) * 2.0 * width
     dense = tokens * s.model.ffn * (2.0 + s.model.gated) * 2.0 * width / p.tensor
     shared = tokens * e.shared_ffn * 3.0 * 2.0 * width / p.tensor
     more = sparse * (routed + shared - dense)

@@ -172,8 +172,15 @@ def batch_of(s: Subject, p: Layouts, kinds: Precision) -> Batch:
         reduce_bytes=np.where(sharded, reduce, 2.0 * reduce),
         gather_bytes=np.where(sharded, param, 0.0),
         overlap_tensor=hidden_share(s, p),
+        imbalance=received_share(s, p),
         overlap_expert=np.where(p.schedule == DUALPIPE_V, max(t.overlap_expert, PAIRED), t.overlap_expert),
     )
+
+
+def received_share(s: Subject, p: Layouts) -> Array:
+    """Rows of the fullest expert rank over the mean: as stated, but no more than all rows, or each row once."""
+    e = s.model.experts
+    return np.ones(len(p)) if e is None else np.minimum(s.imbalance, np.minimum(p.expert, e.count / e.top_k))
 
 
 def _uses(p: Layouts, policy: str) -> NDArray[np.bool_]:

@@ -15,7 +15,7 @@ from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_
 from shardsmith.design.cost.kernels import GENERATIONS
 from shardsmith.design.cost.split import Split
 from shardsmith.design.targets import Target, target_named
-from shardsmith.errors import Code, Fault, Refused
+from shardsmith.errors import Code, Fault, Refused, raise_errors
 from shardsmith.specs.cluster import ClusterSpec
 from shardsmith.specs.job import Workload
 from shardsmith.specs.model import ModelSpec, weights
@@ -37,6 +37,13 @@ DTYPE = Code(
     because="the rate of matrix products depends on the dtype, and no other dtype's peak stands in for it",
 )
 
+UNEVEN = Code(
+    code="H504",
+    title="no routing is so uneven",
+    because="the fullest expert rank receives imbalance times the mean: at least the mean, at most all rows, and of "
+    "no token a row twice for one expert",
+)
+
 PREFETCHED = 0.6
 """Share of the gathers and reductions of sharded weights that prefetching hides, where a target declares none: what
 FSDP2 is declared to hide in torchtitan."""
@@ -44,13 +51,17 @@ FSDP2 is declared to hide in torchtitan."""
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One model, workload and cluster, and the `target` software that would run the plans."""
+    """One model, workload and cluster, and the `target` software that would run the plans.
+
+    `imbalance` is how many times the mean of rows the fullest expert rank receives.
+    """
 
     model: ModelSpec
     workload: Workload
     cluster: ClusterSpec
     target: Target
     constants: Mapping[str, float]
+    imbalance: float = 1.0
 
     @cached_property
     def columns(self) -> dict[str, Array]:
@@ -93,9 +104,15 @@ class Counts:
     final: float
 
 
-def subject_of(setup: Setup, target: str = DEFAULT_TARGET, constants: Mapping[str, float] | None = None) -> Subject:
-    """The subject of a setup. Raises `Refused` (H501 to H503, X351) where its figures do not suffice."""
-    return make_subject(setup.model, setup.workload, setup.cluster, target, constants)
+def subject_of(
+    setup: Setup,
+    target: str = DEFAULT_TARGET,
+    constants: Mapping[str, float] | None = None,
+    imbalance: float = 1.0,
+) -> Subject:
+    """The subject of a setup. Raises `Refused` (H501 to H504, X351) where its figures do not suffice."""
+    raise_errors(uneven_faults(setup.model, imbalance, float(setup.plan.expert)))
+    return make_subject(setup.model, setup.workload, setup.cluster, target, constants, imbalance)
 
 
 def make_subject(
@@ -104,16 +121,35 @@ def make_subject(
     cluster: ClusterSpec,
     target: str = DEFAULT_TARGET,
     constants: Mapping[str, float] | None = None,
+    imbalance: float = 1.0,
 ) -> Subject:
     """A subject with `constants`, or else the shipped ones.
 
-    Raises `Refused` (H501 to H503, X351) where figures are missing.
+    Raises `Refused` (H501 to H503, X351) where figures are missing, and for an `imbalance` that none can have (H504).
     """
     chosen = target_named(target)
-    faults = unpriceable(cluster, workload)
-    if faults:
-        raise Refused(faults)
-    return Subject(model=model, workload=workload, cluster=cluster, target=chosen, constants=constants or values())
+    raise_errors([*unpriceable(cluster, workload), *uneven_faults(model, imbalance)])
+    return Subject(
+        model=model,
+        workload=workload,
+        cluster=cluster,
+        target=chosen,
+        constants=constants or values(),
+        imbalance=imbalance,
+    )
+
+
+def uneven_faults(model: ModelSpec, imbalance: float, ranks: float = np.inf) -> list[Fault]:
+    """What forbids that one of `ranks` expert ranks receives `imbalance` times the mean (H504)."""
+    e = model.experts
+    most = 1.0 if e is None else min(ranks, e.count / e.top_k)
+    if 1.0 <= imbalance <= most:
+        return []
+    has = "no experts" if e is None else f"{e.top_k} of {e.count} experts a token"
+    has += "" if e is None or ranks == np.inf else f", over {ranks:g} expert ranks"
+    said = (("--imbalance", f"imbalance = {imbalance:g}"), (model.name, has))
+    hint = "imbalance = 1" if most == 1 else f"imbalance = 1 to {most:g}"
+    return [UNEVEN.fault(f"imbalance = {imbalance:g} is not from 1 to {most:g}", *said, hint=hint)]
 
 
 def unpriceable(cluster: ClusterSpec, workload: Workload) -> list[Fault]:

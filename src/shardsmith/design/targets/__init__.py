@@ -1,5 +1,16 @@
 """What foreign software does, declared feature by feature in one TOML file a target."""
 
+from shardsmith.design.targets.server import Server, server_named, server_names
 from shardsmith.design.targets.target import Attention, Elementwise, Memory, Target, target_named, target_names
 
-__all__ = ["Attention", "Elementwise", "Memory", "Target", "target_named", "target_names"]
+__all__ = [
+    "Attention",
+    "Elementwise",
+    "Memory",
+    "Server",
+    "Target",
+    "server_named",
+    "server_names",
+    "target_named",
+    "target_names",
+]

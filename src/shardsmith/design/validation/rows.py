@@ -24,6 +24,16 @@ Row = Mapping[str, str]
 
 LINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 9.6e-6
 """Seconds a hop inside the fast domain and between nodes, as in the cluster presets."""
+SECONDS, GIGABYTES = (1e-6, 1e7), (1e-6, 1e6)
+"""What a measured step can take, and a device hold; beyond, a row says something else."""
+LARGEST = 1e15
+"""No size, degree or rate of a row is larger; what is cannot be multiplied with others."""
+AT_LEAST_ONE = (
+    *("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
+    *("kv_heads", "head_dim", "ffn_hidden", "vocab", "gpu_peak_tflops_bf16"),
+    *("intra_bw_GBs", "inter_bw_Gbps_per_gpu", "gpus_per_node", "nvlink_domain"),
+)
+"""Columns that may be empty, but not below 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +89,27 @@ def read_runs(path: str | Path, *, moe: bool = False, memory: bool = False) -> R
     with Path(path).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     kept: list[dict[str, float]] = []
+    measured: list[list[float]] = []
     sound: list[Row] = []
     skipped: list[Skipped] = []
     for row in rows:
         try:
             reason = _unscorable(row, moe=moe, memory=memory)
             values = {} if reason else case(row)
+            found = [_number(row, key) for key in ("iter_time_best_s", "peak_mem_gb")]
         except (ValueError, Refused) as error:
             reason = str(error).splitlines()[0]
         if reason:
             skipped.append(Skipped(id=row.get("id", "?"), reason=reason))
         else:
             kept.append(values)
+            measured.append(found)
             sound.append(row)
     return Runs(
         batch=as_batch(kept),
         rows=tuple(sound),
-        seconds=np.array([_number(r, "iter_time_best_s") for r in sound]),
-        memory_gb=np.array([_number(r, "peak_mem_gb") for r in sound]),
+        seconds=np.array([seconds for seconds, _ in measured]),
+        memory_gb=np.array([held for _, held in measured]),
         skipped=tuple(skipped),
     )
 
@@ -109,20 +122,25 @@ def _unscorable(row: Row, *, moe: bool, memory: bool) -> str:
     measured = _number(row, "peak_mem_gb" if memory else "iter_time_best_s")
     if math.isnan(measured):
         return "no measured memory" if memory else "no measured step time"
-    return "" if measured > 0 else f"measured {'memory' if memory else 'step time'} = {measured:g}"
+    what, least, most = ("memory", *GIGABYTES) if memory else ("step time", *SECONDS)
+    return "" if least <= measured <= most else f"measured {what} = {measured:g}: not from {least:g} to {most:g}"
 
 
 def _number(row: Row, key: str, default: float = math.nan) -> float:
+    """What a row says in column `key`, or `default` where it says nothing. ValueError for what is no size."""
     text = (row.get(key) or "").strip()
-    return float(text) if text else default
+    value = float(text) if text and text.lower() != "nan" else default
+    if value < 0 or value > LARGEST:
+        raise ValueError(f"{key} = {value:g} is not from 0 to {LARGEST:g}")
+    return value
 
 
 def _need(row: Row, key: str) -> float:
     value = _number(row, key)
     if math.isnan(value):
         raise ValueError(f"{key} is empty")
-    if not value > 0:
-        raise ValueError(f"{key} = {value:g} must be greater than zero")
+    if value < 1:
+        raise ValueError(f"{key} = {value:g} is below 1")
     return value
 
 
@@ -153,9 +171,9 @@ def target_of(row: Row) -> Target:
 def case(row: Row) -> dict[str, float]:
     """One row as numbers, a key for every field of Batch. ValueError or Refused says what is wrong with it."""
     target, facts = target_of(row), device_facts(row.get("gpu", ""))
-    for key in ("tp", "pp", "dp", "cp", "ep", "micro_batch", "global_batch"):
-        if _number(row, key, 1.0) <= 0:
-            raise ValueError(f"{key} is not above 0")
+    for key in AT_LEAST_ONE:
+        if (value := _number(row, key, 1.0)) < 1:
+            raise ValueError(f"{key} = {value:g} is below 1")
     return _model(row) | _device(row, facts) | (layout := _layout(row, target)) | _software(row, target, facts, layout)
 
 
@@ -189,8 +207,6 @@ def _device(row: Row, d: DeviceFacts) -> dict[str, float]:
         raise ValueError(f"{d.name} has no 8-bit products, but precision = {precision}")
     node = _number(row, "nvlink_domain", _number(row, "gpus_per_node", 8.0))
     intra, inter = _number(row, "intra_bw_GBs", 300.0), _number(row, "inter_bw_Gbps_per_gpu", 200.0)
-    if intra <= 0 or inter <= 0 or node <= 0:
-        raise ValueError(f"a link without bandwidth: intra {intra:g} GB/s, inter {inter:g} Gb/s")
     machine = machine_of(row)
     generation = "measured" if machine.matmul_share and not fp8 else d.generation
     return {

@@ -630,8 +630,11 @@ def generate(
     (F401 to F406) and a tokenizer that is not known (G106) or has more ids than the model (G204).
     """
     _require_torch("generate")
+    from shardsmith.engine.checkpoint.formats import format_of
+
+    format_of(Path(folder), "FOLDER")
     from shardsmith.engine.checkpoint.companions import token_ids, tokenizer_for
-    from shardsmith.engine.checkpoint.formats import open_weights
+    from shardsmith.engine.checkpoint.open import open_weights
     from shardsmith.engine.dataset.indexed import check_vocabulary
     from shardsmith.engine.dataset.tokenizer import open_tokenizer
     from shardsmith.engine.runtime.forked import run_forked

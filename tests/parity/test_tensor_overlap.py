@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 from plans import GPT, Row, row
-
-from shardsmith.engine.parity.certificate import certify
-from shardsmith.layout.check import check
+from together import Together
 
 pytestmark = pytest.mark.ranks
 
@@ -53,8 +51,9 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("found", TABLE, ids=[r.name for r in TABLE])
+CERTIFICATES = Together(TABLE)
+
+
+@pytest.mark.parametrize("found", TABLE, ids=lambda found: found.name)
 def test_overlap_equals_one_process(found: Row) -> None:
-    assert [f for f in check(found.setup, running=True) if f.severity == "error"] == []
-    certificate = certify(found.setup, steps=found.steps, packed=found.packed, timeout_s=60.0)
-    assert certificate.passed, certificate
+    CERTIFICATES.holds(found)

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.common import PATIENCE, Answer, verb
 from shardsmith.cli.inputs import setup_options
 from shardsmith.layout.record import ITEMS, Compared, StepRecord, by_kind
 from shardsmith.plan.setup import Setup
@@ -22,7 +22,9 @@ TFLOP = 1e12
 @click.option("--rank", type=int, help="Global rank to run (default: 0).")
 @click.option("--all-stages", is_flag=True, help="One rank of every position of the pipeline.")
 @click.option("--workers", type=click.IntRange(1), help="Processes that share the ranks (default: one a CPU).")
-@click.option("--timeout", default=3600.0, show_default=True, help="Seconds after which the dry run is given up.")
+@click.option(
+    "--timeout", type=PATIENCE, default=3600.0, show_default=True, help="Seconds after which the dry run is given up."
+)
 def command(setup: Setup, rank: int | None, all_stages: bool, workers: int | None, timeout: float) -> Answer:
     """Run the real training step of one rank, of a world of any size, on tensors without data.
 

@@ -31,6 +31,8 @@ SLOW = Code(
     title="a straggler that does not exist",
     because="a slow rank is one of the plan's world, and how slow it is a factor on its compute time",
 )
+SLOWEST = 1e9
+"""A factor beyond this is a slip of the pen: a second would be 30 years."""
 TIMES_AND_TARGET = Code(
     code="S403",
     title="given lengths beside a target",
@@ -178,8 +180,9 @@ def slow_faults(setup: Setup, slow: Mapping[int, float]) -> list[Fault]:
         if not 0 <= rank < world:
             message = f"there is no rank {rank} in a world of {world}"
             faults.append(SLOW.fault(message, said, hint=f"a rank from 0 to {world - 1}"))
-        elif not 0 < factor < float("inf"):
-            faults.append(SLOW.fault(f"a factor of {factor:g}", said, hint=f"{rank}=1.2: a fifth slower"))
+        elif not 0 < factor <= SLOWEST:
+            message = f"a factor of {factor:g}, not above 0 and up to {SLOWEST:g}"
+            faults.append(SLOW.fault(message, said, hint=f"{rank}=1.2: a fifth slower"))
     return faults
 
 

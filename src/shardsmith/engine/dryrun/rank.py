@@ -15,8 +15,8 @@ import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardsmith.engine.checkpoint.record import OptimizerRecord
-from shardsmith.engine.checkpoint.state import needed_states, prepare_optimizer
+from shardsmith.engine.checkpoint.record import OptimizerRecord, needed_states
+from shardsmith.engine.checkpoint.state import prepare_optimizer
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.dryrun.tracker import Tracker
 from shardsmith.engine.dryrun.watch import watching

@@ -114,6 +114,7 @@ def test_runs_with_experts_have_an_interval_of_their_own(sparse: Runs) -> None:
 def test_the_update_stands_where_backward_was(sparse: Runs) -> None:
     b = replace(one(sparse, "BRDG-0122"), moe_layers=np.zeros(1), ffn=np.array([11520.0]))
     given = {"weights": 2.0, "gradients": 2.0, "states": 12.0, "logits": 6.0, "gathered_layers": 2.0, "gathered": 2.0}
+    given |= {"spare": 0.0}
 
     def total(update: float) -> tuple[float, float]:
         found = memory(b, StateBytes(**{k: np.array([v]) for k, v in (given | {"update": update}).items()}), last=True)
@@ -132,7 +133,7 @@ def _states(b: Batch, given: dict[str, float]) -> float:
 def test_memory_of_internevo_and_simumax_is_met() -> None:
     runs = read_runs(DATA / "runs.csv", memory=True)
     error, names = predicted_gb(runs) / runs.memory_gb - 1.0, np.array(runs.sources)
-    for name, most, least in (("INTM", 0.045, -0.04), ("SIMU", 0.02, -0.042), ("TTAN", 0.04, -0.04)):
+    for name, most, least in (("INTM", 0.045, -0.04), ("SIMU", 0.02, -0.04), ("TTAN", 0.04, -0.04)):
         off = error[names == name]
         assert np.abs(off).mean() < most
         assert off.min() > least

@@ -16,7 +16,8 @@ class StateBytes:
     """Bytes a parameter: 16-bit weights, gradients, optimiser states; a logit; layers gathered at once (level 3).
 
     `gathered` bytes a gathered parameter have streams of their own; `update` bytes a parameter stand beside the states
-    while the optimiser steps, where activations, logits and gradients on their way stood before.
+    while the optimiser steps, where activations, logits and gradients on their way stood before. `spare` bytes a
+    parameter of one layer stay for gradients that were summed inside products (0: each gradient stands for itself).
     """
 
     weights: Array
@@ -26,6 +27,7 @@ class StateBytes:
     gathered_layers: Array
     gathered: Array
     update: Array
+    spare: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,20 @@ def memory(b: Batch, s: StateBytes, *, last: bool) -> Memory:
         gathered=gathered,
         activations=layers * kept * in_flight + again,
         logits=loss * b.tokens * b.vocab / b.tensor * s.logits,
-        transient=2.0 * largest,
+        transient=np.where(s.spare > 0, _spare(b, s, layers * kept), 2.0 * largest),
         update=np.where(b.zero > 0, sharded, whole) * s.update,
     )
+
+
+def _spare(b: Batch, s: StateBytes, kept: Array) -> Array:
+    """Bytes beside activations where products sum their weight gradients: room for one layer's, and the larger of two.
+
+    Gradients of the inner values of an MLP, or that of the embedding, which comes when the microbatch's activations
+    (`kept`) have gone.
+    """
+    inner = 2.0 * b.tokens * b.ffn * (2.0 + b.gated) / b.tensor
+    embedding = 2.0 * b.vocab * b.hidden / b.tensor - kept
+    return np.asarray(s.spare * layer_weights(b) / b.tensor + np.maximum(inner, embedding), dtype=np.float64)
 
 
 def kept_per_layer(b: Batch) -> tuple[Array, Array]:

@@ -48,7 +48,8 @@ class Memory:
     `states_sharded` bytes are divided by the shard group, `weights` and `gradients` are not (below level 3). `fixed`
     bytes stand on every device whatever is trained, where the software's figure counts more than tensors. `gathered`
     bytes a gathered parameter are kept by streams of their own (0: as many as `weights`). `update` bytes, sharded as
-    states are, stand only while the optimiser steps, in the place of what backward needed.
+    states are, stand only while the optimiser steps, in the place of what backward needed. `spare` bytes a parameter
+    of one layer stay for weight gradients that products sum themselves.
     """
 
     weights: float
@@ -58,6 +59,7 @@ class Memory:
     gathered_layers: float
     gathered: float = 0.0
     update: float = 0.0
+    spare: float = 0.0
     fixed: float = 0.0
 
 

@@ -122,6 +122,7 @@ def predicted_gb(runs: Runs) -> Array:
         gathered_layers=np.array([m.gathered_layers for m in declared]),
         gathered=np.array([m.gathered or m.weights for m in declared]),
         update=np.array([m.update for m in declared]),
+        spare=np.array([m.spare for m in declared]),
     )
     fixed = np.array([m.fixed for m in declared])
     return np.asarray((peak(runs.batch, held) + fixed) / GB, dtype=np.float64)

@@ -79,7 +79,7 @@ def test_runs_with_experts_are_predicted_without_having_been_fitted() -> None:
     found = api.validate(DATA / "runs.csv", moe=True)
     assert len(found.predicted) == 90
     assert found.errors.group_weighted < 0.175
-    assert found.errors.median < 0.12
+    assert found.errors.median < 0.13
     assert 0.75 <= found.held <= 0.9
 
 

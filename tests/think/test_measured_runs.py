@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,3 +146,21 @@ def test_one_run_is_believed_as_far_as_machines_differ() -> None:
     trust = 0.06**2 / (0.06**2 + 0.03**2)
     assert found.tolist() == pytest.approx([1.2**trust, 2.0, 3.0 * 1.2**trust])
     assert scaled_by_one_row(predicted, measured, ["A", "A", "A"], spread=0.0).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_model_that_a_preset_holds_has_its_latents_and_shared_experts(tmp_path: Path) -> None:
+    row = published("BRDG-0062") | {"id": "X-1", "model": "DeepSeek-V3", "layers": "61", "hidden": "7168"}
+    row |= {"heads": "128", "kv_heads": "128", "head_dim": "128", "ffn_hidden": "18432", "vocab": "129280"}
+    row |= {"n_experts": "256", "topk": "8", "expert_ffn": "2048", "ep": "64", "gpus": "256", "global_batch": "2048"}
+    other = row | {"id": "X-2", "model": "Another-671B"}
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerows([row, other])
+    b = read_runs(path, moe=True).batch
+    assert b.moe_layers.tolist() == [58.0, 61.0]
+    assert b.shared_ffn.tolist() == [2048.0, 0.0]
+    # Latent projections hold less than plain ones of 128 heads: 187 of 470 M in a layer.
+    assert b.projection[0] == pytest.approx(0.32, abs=0.03)
+    assert b.projection[1] == 1.0

@@ -16,12 +16,14 @@ from shardsmith.specs.parse import parse_table
 class Architecture:
     """Facts of one model, whose rows have `mark` in their name.
 
+    `preset` names the model that it is, where it has parts that no column says: latent attention, shared experts.
     In a `window_share` of the layers a query sees at most `window` keys (0: all before it); `expert_bias` says that
     experts add a bias to their output.
     """
 
     mark: str
     origin: str
+    preset: str = ""
     expert_bias: bool = False
     window: int = 0
     window_share: float = 0.0

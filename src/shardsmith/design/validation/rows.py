@@ -6,7 +6,7 @@ import csv
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,13 @@ from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_
 from shardsmith.design.cost.kernels import GENERATIONS
 from shardsmith.design.cost.pipeline import stage_layers
 from shardsmith.design.cost.schedules import SCHEDULES
+from shardsmith.design.cost.subject import model_columns
 from shardsmith.design.targets import Elementwise, Target, target_named
 from shardsmith.design.validation.architectures import architecture_of, mean_window
 from shardsmith.design.validation.machines import machine_of
 from shardsmith.errors import Refused
+from shardsmith.specs.job import Workload
+from shardsmith.specs.library import model_named
 
 Row = Mapping[str, str]
 
@@ -187,11 +190,10 @@ def case(row: Row) -> dict[str, float]:
 
 
 def _model(row: Row) -> dict[str, float]:
-    hidden, heads = _need(row, "hidden"), _need(row, "heads")
-    known, experts = architecture_of(row), _number(row, "n_experts", 0.0)
-    seq_len = _need(row, "seq_len")
-    return {
-        "layers": _need(row, "layers"),
+    hidden, heads, seq_len = _need(row, "hidden"), _need(row, "heads"), _need(row, "seq_len")
+    known, experts, layers = architecture_of(row), _number(row, "n_experts", 0.0), _need(row, "layers")
+    stated = {
+        "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "kv_heads": _number(row, "kv_heads", heads),
@@ -202,13 +204,20 @@ def _model(row: Row) -> dict[str, float]:
         "gated": float(row.get("arch") in ("llama", "moe")),
         "vocab": _number(row, "vocab", 51200.0),
         "seq_len": seq_len,
-        "expert_bias": float(known.expert_bias),
         "experts": experts,
         "top_k": _number(row, "topk", 0.0),
         "expert_ffn": _number(row, "expert_ffn", 0.0),
+        "expert_bias": float(known.expert_bias),
         "shared_ffn": 0.0,
-        "moe_layers": _need(row, "layers") if experts else 0.0,
+        "moe_layers": layers if experts else 0.0,
     }
+    if known.preset:
+        whole = model_named(known.preset)
+        if (whole.hidden, whole.heads) == (hidden, heads):
+            # A row may be of the first layers only.
+            model = replace(whole, layers=int(layers))
+            stated |= model_columns(model, Workload(seq_len=int(seq_len), global_batch=1))
+    return stated
 
 
 def _device(row: Row, d: DeviceFacts) -> dict[str, float]:

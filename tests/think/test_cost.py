@@ -11,7 +11,7 @@ from shardsmith import api
 from shardsmith.design.cost.collectives import Group, reach
 from shardsmith.design.cost.constants import constants, values
 from shardsmith.design.cost.devices import device_facts
-from shardsmith.design.cost.step import step
+from shardsmith.design.cost.step import step, tensor_time
 from shardsmith.design.targets import target_named, target_names
 from shardsmith.design.validation.machines import machine_of
 from shardsmith.design.validation.ranking import rankings
@@ -184,3 +184,19 @@ def test_memory_of_allocator_peaks() -> None:
     error = predicted_gb(evo) / evo.memory_gb - 1.0
     assert np.abs(error).mean() <= 0.1
     assert error.min() >= -0.04
+
+
+def test_inputs_kept_in_parts_are_gathered_again(runs: Runs) -> None:
+    """Only under sequence parallelism, with tensor ranks; in 8 bits where products are."""
+    b, n = runs.batch, len(runs.batch)
+    keeps, gathers = (replace(b, regather=np.full(n, f)) for f in (0.0, 1.0))
+    without, again = step(keeps, values()).total, step(gathers, values()).total
+    parts = (b.sequence_parallel > 0) & (b.tensor > 1)
+    wide, hidden = parts & (b.fp8 == 0), b.overlap_regather > 0
+    assert (again[wide & ~hidden] > without[wide & ~hidden]).all()
+    assert (again[wide] >= without[wide]).all()
+    np.testing.assert_array_equal(again[~parts], without[~parts])
+    wide_gathers = gathers.select(parts & (b.peak8 > 0) & (b.fp8 == 0))
+    half = replace(wide_gathers, fp8=np.ones(len(wide_gathers)))
+    assert (tensor_time(half, values()) < tensor_time(wide_gathers, values())).all()
+    assert (tensor_time(half, values()) > 0.75 * tensor_time(wide_gathers, values())).all()

@@ -114,6 +114,10 @@ class Batch:
     scatter_gather: Array
     overlap_weight_gradient: Array = field(default_factory=lambda: np.zeros(1))
     """Share of backward's tensor collectives that may run under the weight-gradient products."""
+    regather: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where sequence parallelism keeps parts of a product's input, and gathers them again for its weight gradient."""
+    overlap_regather: Array = field(default_factory=lambda: np.zeros(1))
+    """Share of that second gather that may run under the products that make input gradients."""
     early_stop: Array = field(default_factory=lambda: np.zeros(1))
     """1 where recomputation ends with the last value that backward needs: without the layer's last product."""
     synchronous: Array = field(default_factory=lambda: np.zeros(1))

@@ -309,5 +309,7 @@ def _software(s: Subject) -> dict[str, float]:
         "overlap_pipeline": t.overlap_pipeline,
         "overlap_weight_gradient": t.overlap_weight_gradient,
         "early_stop": float(t.early_stop),
+        "regather": float(t.regather),
+        "overlap_regather": t.overlap_regather,
         "scatter_gather": float(t.scatter_gather),
     } | {name: getattr(kernels, name) for name in type(kernels).__dataclass_fields__}

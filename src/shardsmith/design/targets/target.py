@@ -89,6 +89,8 @@ class Target:
     tied: bool
     selective: Literal["attention", "operators"]
     early_stop: bool = False
+    regather: bool = False
+    overlap_regather: float = 0.0
     recompute_unstated: float = 0.0
     expert_launches: float = 120.0
     expert_each: float = 0.0

@@ -44,6 +44,8 @@ Terms that were missing until they were found in what the sources say or publish
 - Experts: casts to 8 bits of what is routed; launches for each expert on a rank; biases behind experts, which
   Megatron-Core adds kernel by kernel in float32; windows of attention in every second layer of GPT-OSS; and recipes
   from container 26.06 on that capture the whole iteration and fuse permutation and activation.
+- Under sequence parallelism Megatron-LM keeps parts of each input and gathers them again for weight gradients; with
+  8-bit products Transformer Engine gathers 8 bits.
 - Where products sum their weight gradients, Transformer Engine keeps a stand-in for one layer's; the gradient of the
   embedding comes when its microbatch's activations have gone.
 - torch's FSDP frees what backward needed before the optimiser steps, and keeps what it gathers on streams of its own.
@@ -54,8 +56,8 @@ What remains, and what was tried:
 - vTrain 39.1B, order of pairs: the six layouts with 2 tensor ranks and 8 or 16 stages ran 20 to 50 % slower than their
   neighbours with 1, 4 and 8, and not monotonously in the microbatch, as do some with 4. Messages between stages,
   gradient sums and bubbles were counted by hand: none comes near what is missing at any speed that such links have.
-- Korthikanti et al.: forward passes are predicted 6 to 8 % slower than the layer times that they print, as if their
-  NVLink sums ran at 0.7 of nominal where other A100 reach 0.61. One machine; left.
+- Korthikanti et al.: forward passes are predicted 6 to 8 % slower than the layer times that they print, products and
+  NVLink sums alike, as by a machine with higher clocks.
 - vTrain on one node, 8 tensor ranks and 1 sequence: 1 ms a layer and microbatch is missing. Two heads a rank are no
   multiple of four, for which Megatron-LM has no fused softmax; its kernels and traffic explain at most a quarter.
 - MPT 30B with 8,192 tokens (2 rows): 30 % slower than predicted, at the limit of device memory, where the allocator

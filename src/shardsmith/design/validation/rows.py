@@ -339,6 +339,8 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "loss_bytes": t.loss_bytes,
         "launches": t.launches,
         "early_stop": float(t.early_stop),
+        "regather": float(t.regather),
+        "overlap_regather": t.overlap_regather * shown,
         "synchronous": float(machine_of(row).synchronous),
         "expert_launches": t.expert_launches,
         "expert_each": t.expert_each,

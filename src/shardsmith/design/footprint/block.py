@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shardsmith.design.footprint.experts import Mixture, Routed, Rows
+from shardsmith.design.footprint.latent import Latents, LatentTape
 from shardsmith.design.footprint.norms import Norm
 from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import Sizes
@@ -32,17 +34,38 @@ class Kept:
     inner: Piece | None = None
     rotation: Piece | None = None
     """cosines and sines, one for all layers of a pass"""
+    latents: Latents | None = None
+    routed: Routed | None = None
+    """of a mixture of experts; `mlp` and `inner` are then those of the shared expert"""
+    shared: list[Piece] = field(default_factory=list)
+    """the shared expert's output and its gate, where it has one"""
 
 
 class Block:
-    """A layer of stage `gradients`, its weights named `layers.INDEX...`."""
+    """A layer of stage `gradients`, its weights named `layers.INDEX...`; those of experts are in `routed`.
 
-    def __init__(self, tape: Tape, sizes: Sizes, gradients: Gradients, layer: int) -> None:
+    What stays as long as the graph of a pass is added to `graph`, for the stage to free.
+    """
+
+    def __init__(
+        self, tape: Tape, sizes: Sizes, gradients: Gradients, routed: Gradients | None, rows: Rows | None, layer: int
+    ) -> None:
         self.tape, self.sizes, self.gradients, self.layer = tape, sizes, gradients, layer
         self.model, self.recompute = sizes.setup.model, sizes.setup.plan.recompute
+        self.graph: list[Piece] = []
+        self.mixture: Mixture | None = None
+        self.mlp, self.inner = "mlp", sizes.inner
+        if self.model.is_sparse(layer):
+            assert self.model.experts is not None, "a sparse layer has experts"
+            assert routed is not None, "a stage with a sparse layer has experts"
+            assert rows is not None, "rows of experts are stated"
+            self.mixture = Mixture(tape, sizes, gradients, routed, rows, layer)
+            self.mlp, self.inner = "mlp.shared", sizes.shared
+        self.latent = LatentTape(tape, sizes, gradients, layer) if self.model.latent else None
         fused = self.model.norm == "layernorm"
         wide, narrow = sizes.wide, sizes.narrow
         self.norm = Norm(rows=sizes.rows, width=self.model.hidden, narrow=narrow, wide=wide, fused=fused)
+        self.values = sizes.queries if self.latent is None else self.latent.values
         self.q_norm, self.k_norm = (
             Norm(rows=sizes.all_rows * heads, width=self.model.head_dim, narrow=narrow, wide=wide, fused=False)
             for heads in (sizes.heads, sizes.kv_heads)
@@ -54,10 +77,12 @@ class Block:
         assert out is not None, "the layer runs to its end"
         if self.recompute == "full":
             self._drop(kept)
-            kept = Kept(x=x)
+            kept = Kept(x=x, routed=kept.routed)
         elif self.recompute == "selective":
             self.tape.free(*kept.entering, kept.inner)
             kept.entering, kept.inner = [], None
+            if self.mixture is not None and kept.routed is not None:
+                self.mixture.forget_inner(kept.routed)
         if rotation is not None:
             kept.rotation = self.tape.hold(rotation)
         return out, kept
@@ -67,11 +92,17 @@ class Block:
 
         Weight gradients are computed on the way, or put off into `later`.
         """
-        full, rotation = self._leave_backward(grad), kept.rotation
+        dense = self.mixture is None
+        full, rotation = self._leave_backward(grad) if dense else None, kept.rotation
         if self.recompute == "full":
+            self.graph += kept.routed.route if kept.routed is not None else []
             kept, _ = self._forward(kept.x, stop=True)
             kept.rotation = rotation
-        grad = self._norm_backward(2, grad, *self._mlp_backward(kept, full, later))
+        if full is None:
+            by_inner = self._mixture_backward(kept, grad, later)
+        else:
+            by_inner = self._mlp_backward(kept, full, later)
+        grad = self._norm_backward(2, grad, *by_inner)
         full = self._leave_backward(grad)
         return self._norm_backward(1, grad, *self._attention_backward(kept, full, later))
 
@@ -79,6 +110,28 @@ class Block:
         """With `stop`, what recomputation needs: up to the last product, but not its closing sum."""
         tape, s, kept = self.tape, self.sizes, Kept(x=x)
         self._norm(kept, x)
+        q, k, v = self._projected(kept)
+        out = tape.new(s.queries)
+        kept.attention = [q, k, v, out, tape.new(s.log_sums)]
+        if self.values != s.queries:
+            kept.attention.append(tape.new(self.values))
+        x = self._residual(self._left(self.model.output_bias))
+        self._norm(kept, x)
+        if self.mixture is not None:
+            left = self._mixture_forward(kept, self.mixture, stop=stop)
+            return kept, None if left is None else self._residual(left)
+        self._mlp_forward(kept)
+        if stop:
+            tape.free(tape.new(s.gathered))
+            return kept, None
+        return kept, self._residual(self._left(self.model.mlp_bias))
+
+    def _projected(self, kept: Kept) -> list[Piece]:
+        """Queries, keys and values as attention takes them."""
+        tape, s = self.tape, self.sizes
+        if self.latent is not None:
+            kept.latents, qkv = self.latent.forward()
+            return qkv
         full = self._gathered(kept.entering[0])
         q, k, v = tape.new(s.queries), tape.new(s.keys), tape.new(s.keys)
         tape.free(full)
@@ -90,18 +143,74 @@ class Block:
             turned = tape.new(s.queries), tape.new(s.keys)
             tape.free(q, k)
             q, k = turned
-        out = tape.new(s.queries)
-        kept.attention = [q, k, v, out, tape.new(s.log_sums)]
-        x = self._residual(self._left(self.model.output_bias))
-        self._norm(kept, x)
+        return [q, k, v]
+
+    def _mlp_forward(self, kept: Kept) -> None:
+        """Up to the product that leaves."""
         full = self._gathered(kept.entering[1])
-        kept.mlp = [tape.new(s.inner) for _ in range(1 + self.model.gated)]
-        tape.free(full)
-        kept.inner = tape.new(s.inner)
-        if stop:
-            tape.free(tape.new(s.gathered))
-            return kept, None
-        return kept, self._residual(self._left(self.model.mlp_bias))
+        kept.mlp = [self.tape.new(self.inner) for _ in range(1 + self.model.gated)]
+        self.tape.free(full)
+        kept.inner = self.tape.new(self.inner)
+
+    def _mixture_forward(self, kept: Kept, mixture: Mixture, *, stop: bool) -> Piece | None:
+        """A mixture of experts, its shared expert beside the dispatch; see `_forward` for `stop`."""
+        tape, spec = self.tape, mixture.spec
+        kept.routed = mixture.send(kept.entering[1])
+        shared: Piece | None = None
+        if spec.shared_ffn:
+            self._mlp_forward(kept)
+            shared = self._left(self.model.mlp_bias)
+            if spec.shared_gate:
+                kept.shared = [shared, tape.new(self.sizes.rows * self.sizes.narrow)]
+                shared = tape.new(self.sizes.hidden)
+        else:
+            tape.free(kept.entering.pop())  # the router holds it
+        out = mixture.compute(kept.routed, stop=stop)
+        if out is None or shared is None:
+            tape.free(shared)
+            return out
+        both = tape.new(self.sizes.hidden)
+        tape.free(out, shared)
+        return both
+
+    def _mixture_backward(self, kept: Kept, grad: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
+        """Back through a mixture of experts: the gradient of its input, and what the norm ahead kept."""
+        tape, s, mixture, routed = self.tape, self.sizes, self.mixture, kept.routed
+        assert mixture is not None, "a sparse layer"
+        assert routed is not None, "a layer that routed"
+        travelling = mixture.back(routed, grad, later)
+        found: Piece | None = None
+        if mixture.spec.shared_ffn:
+            found = self._shared_backward(kept, grad, later)
+        by_routed = mixture.home(routed, travelling, self._again)
+        self.graph += routed.route
+        if found is None:
+            return by_routed, *kept.norms[1]
+        both = tape.new(s.hidden)
+        tape.free(found, by_routed)
+        return both, *kept.norms[1]
+
+    def _shared_backward(self, kept: Kept, grad: Piece, later: Later | None) -> Piece:
+        """Back through the shared expert, and its gate."""
+        tape, s = self.tape, self.sizes
+        gated = None
+        if kept.shared:
+            ungated = tape.new(s.hidden)
+            tape.free(tape.new(s.hidden), *kept.shared)
+            gated = tape.new(s.hidden)
+            if not kept.entering:
+                tape.free(self._again())
+            self.gradients.accumulated(self._name("mlp.shared_gate") + ".weight")
+        else:
+            ungated = tape.hold(grad)
+        full = self._leave_backward(ungated)
+        tape.free(ungated)
+        found, _, _ = self._mlp_backward(kept, full, later)
+        if gated is not None:
+            both = tape.new(s.hidden)
+            tape.free(found, gated)
+            found = both
+        return found
 
     def _norm(self, kept: Kept, x: Piece) -> None:
         out, scale = self.norm.forward(self.tape)
@@ -147,28 +256,39 @@ class Block:
         return out
 
     def _mlp_backward(self, kept: Kept, full: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
-        tape, s = self.tape, self.sizes
-        inner = kept.inner or tape.new(s.inner)
-        grad = tape.new(s.inner)
-        self._weights(["mlp.down"], [inner], [full], later, bias=self.model.mlp_bias, sums=True)
+        tape = self.tape
+        inner = kept.inner or tape.new(self.inner)
+        grad = tape.new(self.inner)
+        self._weights([f"{self.mlp}.down"], [inner], [full], later, bias=self.model.mlp_bias, sums=True)
         if self.model.gated:
-            product = tape.new(s.inner)
-            by_gate = tape.new(s.inner)
+            product = tape.new(self.inner)
+            by_gate = tape.new(self.inner)
             tape.free(product)
-            grads = [by_gate, tape.new(s.inner)]
+            grads = [by_gate, tape.new(self.inner)]
         else:
-            grads = [tape.new(s.inner)]
+            grads = [tape.new(self.inner)]
         tape.free(grad, *kept.mlp)
-        names = ["mlp.gate", "mlp.up"] if self.model.gated else ["mlp.up"]
+        names = [f"{self.mlp}.{part}" for part in (("gate", "up") if self.model.gated else ("up",))]
         return self._entering_backward(kept, 1, names, grads, later, bias=self.model.mlp_bias)
 
     def _attention_backward(self, kept: Kept, full: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
         tape, s = self.tape, self.sizes
-        *qkv, out, log_sums = kept.attention
-        grad = tape.new(s.queries)
-        self._weights(["attention.o"], [tape.hold(out)], [full], later, bias=self.model.output_bias, sums=True)
+        q, k, v, out, log_sums, *cut = kept.attention
+        grad = tape.new(self.values)
+        left = cut[0] if cut else tape.hold(out)
+        self._weights(["attention.o"], [left], [full], later, bias=self.model.output_bias, sums=True)
+        if cut:
+            padded = tape.new(s.queries)
+            tape.free(grad)
+            grad = padded
         grads = [tape.new(s.queries), tape.new(s.keys), tape.new(s.keys)]
-        tape.free(grad, *qkv, out, log_sums)
+        tape.free(grad, q, k, v, out, log_sums)
+        if self.latent is not None:
+            assert kept.latents is not None, "latents were kept"
+            entering = kept.entering[0] if kept.entering else self._again()
+            by_latent = self.latent.backward(kept.latents, entering, grads, later, self._weights)
+            tape.free(kept.rotation)
+            return by_latent, *kept.norms[0]
         if self.model.positions == "rope":
             for at, size in ((1, s.keys), (0, s.queries)):
                 turned = tape.new(size)
@@ -232,4 +352,9 @@ class Block:
         """Let go of everything but the layer's input."""
         (_, scale), (x2, scale2) = kept.norms
         raw = [piece for pair in kept.raw for piece in pair]
+        if self.latent is not None and kept.latents is not None:
+            self.latent.forget(kept.latents)
+        if self.mixture is not None and kept.routed is not None:
+            self.mixture.forget(kept.routed)
+        self.tape.free(*kept.shared)
         self.tape.free(scale, x2, scale2, *kept.entering, *raw, *kept.attention, *kept.mlp, kept.inner)

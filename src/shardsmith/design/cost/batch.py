@@ -119,6 +119,12 @@ class Batch:
     synchronous: Array = field(default_factory=lambda: np.zeros(1))
     """1 where every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1): host time adds up instead of hiding."""
 
+    expert_bias: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where experts add a bias to their output."""
+    expert_fused: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where permutation is part of dispatch and combine, and activation, casts and bias of the experts' products."""
+    expert_each: Array = field(default_factory=lambda: np.zeros(1))
+    """Launches of a layer's forward for each expert on the rank, beside `expert_launches` for all of them."""
     imbalance: Array = field(default_factory=lambda: np.ones(1))
     """Rows of the expert rank that receives most over the mean of all expert ranks; 1 where routing is balanced."""
 

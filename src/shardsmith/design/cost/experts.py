@@ -8,10 +8,25 @@ import numpy as np
 
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.collectives import Group, one_way
-from shardsmith.design.cost.kernels import Constants, gemm, memory_rate, product_rate
+from shardsmith.design.cost.kernels import (
+    CAST_BYTES_BACKWARD,
+    CAST_BYTES_FORWARD,
+    TRANSPOSE_BYTES,
+    Constants,
+    gemm,
+    memory_rate,
+    product_rate,
+)
 
 PERMUTE_FORWARD, PERMUTE_BACKWARD = 16.0, 20.0
 """Bytes an element of a routed token: permute, sort by expert, and both undone, each read and written once."""
+FUSED_PERMUTE = 8.0
+"""The same where dispatch and combine put rows in their place: read and written once at either end."""
+BIAS_FORWARD, BIAS_BACKWARD = 28.0, 40.0
+"""Bytes an element of a routed output that gets a bias times its probability, in float32 and kernel by kernel (product,
+sum, joining of experts, cast; backward: casts, both products and their sums), as in Megatron-Core's grouped MLP."""
+BIAS_LAUNCHES, CAST_LAUNCHES = 3.0, 4.0
+"""Launches of a forward for each expert on the rank: for its bias, and for casts of both products' inputs to 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +72,42 @@ def experts(b: Batch, c: Constants) -> Experts:
         backward += gemm(b, c, each, k, n, rate, width, local) + gemm(b, c, n, k, each, rate, width, local)
     # Half of the permutation is at the sender, half where the rows arrive.
     moved = (routed + received) / 2.0 * b.hidden * (1.0 + 1.0 / b.expert_tensor) / 2.0
-    active = c["elementwise"] * received * part / memory_rate(b, c)
+    # What kernels of their own do with each element of hidden and inner rows, unless products take it along.
+    apart, memory = 1.0 - b.expert_fused, memory_rate(b, c)
+    active = c["elementwise"] * apart * received * part / memory
+    inputs = apart * b.fp8 * c["cast_traffic"] * received * (b.hidden + part) / memory
+    gradients = apart * b.fp8 * c["cast_traffic"] * received * (b.hidden + up) / memory
+    bias = apart * b.expert_bias * c["elementwise"] * received * b.hidden / memory
+    permute_forward, permute_backward = (
+        moved * np.where(b.expert_fused > 0, FUSED_PERMUTE, each) / memory
+        for each in (PERMUTE_FORWARD, PERMUTE_BACKWARD)
+    )
     here = b.experts > 0
     return Experts(
         gemm_forward=np.where(here, forward, 0.0),
         gemm_backward=np.where(here, backward, 0.0),
-        elementwise_forward=np.where(here, b.ffn_forward * active + PERMUTE_FORWARD * moved / memory_rate(b, c), 0.0),
+        elementwise_forward=np.where(
+            here, b.ffn_forward * active + permute_forward + CAST_BYTES_FORWARD * inputs + BIAS_FORWARD * bias, 0.0
+        ),
         elementwise_backward=np.where(
-            here, b.ffn_backward * active + PERMUTE_BACKWARD * moved / memory_rate(b, c), 0.0
+            here,
+            b.ffn_backward * active
+            + permute_backward
+            + TRANSPOSE_BYTES * inputs
+            + CAST_BYTES_BACKWARD * gradients
+            + BIAS_BACKWARD * bias,
+            0.0,
         ),
         exchange=np.where(here, exchange(b, c, received), 0.0),
     )
+
+
+def expert_calls(b: Batch) -> Array:
+    """Launches that experts add to the forward of a sparse layer: for all of them, and for each on the rank."""
+    local = b.experts / b.expert
+    apart = 1.0 - b.expert_fused
+    each = b.expert_each * (1.0 + apart * (b.fp8 * CAST_LAUNCHES + b.expert_bias * BIAS_LAUNCHES) / 2.0)
+    return np.asarray(b.expert_launches + local * each, dtype=np.float64)
 
 
 def exchange(b: Batch, c: Constants, routed: Array) -> Array:

@@ -13,13 +13,21 @@ from shardsmith.design.cost.kernels import layer_weights
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes a parameter: 16-bit weights, gradients, optimiser states; a logit; layers gathered at once (level 3)."""
+    """Bytes a parameter: 16-bit weights, gradients, optimiser states; a logit; layers gathered at once (level 3).
+
+    `gathered` bytes a gathered parameter have streams of their own; `update` bytes a parameter stand beside the states
+    while the optimiser steps, where activations, logits and gradients on their way stood before. `spare` bytes a
+    parameter of one layer stay for gradients that were summed inside products (0: each gradient stands for itself).
+    """
 
     weights: Array
     gradients: Array
     states: Array
     logits: Array
     gathered_layers: Array
+    gathered: Array
+    update: Array
+    spare: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +41,13 @@ class Memory:
     activations: Array
     logits: Array
     transient: Array
+    update: Array
 
     @property
     def total(self) -> Array:
-        """All items together."""
-        parts = (self.weights, self.gradients, self.optimizer, self.gathered)
-        return np.asarray(np.sum([*parts, self.activations, self.logits, self.transient], axis=0), dtype=np.float64)
+        """What stands all the time, and the larger of what backward and what the update need beside it."""
+        always = self.weights + self.gradients + self.optimizer + self.gathered
+        return np.asarray(always + np.maximum(self.activations + self.logits + self.transient, self.update))
 
 
 def memory(b: Batch, s: StateBytes, *, last: bool) -> Memory:
@@ -55,7 +64,8 @@ def memory(b: Batch, s: StateBytes, *, last: bool) -> Memory:
     routed = layers * (b.moe_layers / b.layers) * expert_weights(b) / b.expert / b.expert_tensor
     copies = np.maximum(b.shard * b.tensor / (b.expert * b.expert_tensor), 1.0)
     whole, sharded = dense + routed, dense / b.shard + routed / copies
-    gathered = np.where(b.zero > 2, s.gathered_layers * layer_weights(b) * s.weights + 2.0 * matrix * s.weights, 0.0)
+    at_once = s.gathered_layers * layer_weights(b) + 2.0 * matrix
+    gathered = np.where((b.zero > 2) & (b.shard > 1), at_once * s.gathered, 0.0)
     kept, full = kept_per_layer(b)
     one = np.where(b.pipeline > 1, np.minimum(b.pipeline, b.microbatches), 1.0)
     extra = np.where(b.stages_per_rank > 1, (b.pipeline - 1.0) / (b.pipeline * b.stages_per_rank), 0.0)
@@ -70,8 +80,20 @@ def memory(b: Batch, s: StateBytes, *, last: bool) -> Memory:
         gathered=gathered,
         activations=layers * kept * in_flight + again,
         logits=loss * b.tokens * b.vocab / b.tensor * s.logits,
-        transient=2.0 * largest,
+        transient=np.where(s.spare > 0, _spare(b, s, layers * kept), 2.0 * largest),
+        update=np.where(b.zero > 0, sharded, whole) * s.update,
     )
+
+
+def _spare(b: Batch, s: StateBytes, kept: Array) -> Array:
+    """Bytes beside activations where products sum their weight gradients: room for one layer's, and the larger of two.
+
+    Gradients of the inner values of an MLP, or that of the embedding, which comes when the microbatch's activations
+    (`kept`) have gone.
+    """
+    inner = 2.0 * b.tokens * b.ffn * (2.0 + b.gated) / b.tensor
+    embedding = 2.0 * b.vocab * b.hidden / b.tensor - kept
+    return np.asarray(s.spare * layer_weights(b) / b.tensor + np.maximum(inner, embedding), dtype=np.float64)
 
 
 def kept_per_layer(b: Batch) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.collectives import Group, all_reduce, exposed, one_way, reach
-from shardsmith.design.cost.experts import expert_weights, experts
+from shardsmith.design.cost.experts import expert_calls, expert_weights, experts
 from shardsmith.design.cost.kernels import (
     Constants,
     Layer,
@@ -172,7 +172,7 @@ def one_pass(b: Batch, c: Constants) -> Pass:
     weight = k.gemm_backward / 2.0 + k.accumulate + moe * (e.gemm_backward / 2.0 + accumulate)
     exchanged_heads = heads_time(b, c)
     forward, backward = forward + exchanged_heads, backward + 2.0 * exchanged_heads
-    calls = b.launches + moe * b.expert_launches + np.where(b.tensor > 1, c["collective_launches"], 0.0)
+    calls = b.launches + moe * expert_calls(b) + np.where(b.tensor > 1, c["collective_launches"], 0.0)
     floor = (c["launch"] + c["launch_wait"] * b.synchronous) * calls
     forward = with_launches(b, forward, floor)
     floored = with_launches(b, backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))

@@ -66,7 +66,7 @@ class Subject:
     @cached_property
     def columns(self) -> dict[str, Array]:
         """Fields of a Batch that are the same for every plan, one entry each (levels: one a level)."""
-        found = {**_model(self.model, self.workload), **_device(self), **_software(self)}
+        found = {**model_columns(self.model, self.workload), **_device(self), **_software(self)}
         columns = {name: np.array([value]) for name, value in found.items()}
         levels = self.cluster.levels
         columns["level_size"] = np.array([[float(link.size or np.inf)] for link in levels])
@@ -212,7 +212,8 @@ def _is_cut(role: str, bias: bool) -> bool:
     return role in ("q", "kv_up", "gate", "up") or (role in ("o", "down") and not bias)
 
 
-def _model(m: ModelSpec, work: Workload) -> dict[str, float]:
+def model_columns(m: ModelSpec, work: Workload) -> dict[str, float]:
+    """Fields of a Batch that the model and its sequences decide."""
     e, sparse = m.experts, sum(m.is_sparse(layer) for layer in range(m.layers))
     counts = count_weights(m)
     # With latent attention queries and keys are wider than values; the mean of both has the same FLOPs of scores.
@@ -298,6 +299,8 @@ def _software(s: Subject) -> dict[str, float]:
         "loss_bytes": t.loss_bytes,
         "launches": t.launches,
         "expert_launches": t.expert_launches,
+        "expert_each": t.expert_each,
+        "expert_fused": float(t.expert_fused),
         "accumulate_bytes": t.accumulate_bytes,
         "accumulate_in_product_bytes": t.accumulate_in_product_bytes,
         "optimizer_bytes": t.optimizer_bytes,

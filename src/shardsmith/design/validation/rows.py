@@ -6,7 +6,7 @@ import csv
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,13 @@ from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_
 from shardsmith.design.cost.kernels import GENERATIONS
 from shardsmith.design.cost.pipeline import stage_layers
 from shardsmith.design.cost.schedules import SCHEDULES
+from shardsmith.design.cost.subject import model_columns
 from shardsmith.design.targets import Elementwise, Target, target_named
+from shardsmith.design.validation.architectures import architecture_of, mean_window
 from shardsmith.design.validation.machines import machine_of
 from shardsmith.errors import Refused
+from shardsmith.specs.job import Workload
+from shardsmith.specs.library import model_named
 
 Row = Mapping[str, str]
 
@@ -146,10 +150,11 @@ def _need(row: Row, key: str) -> float:
 
 def target_of(row: Row) -> Target:
     """The target whose declared behaviour a row's software has. ValueError for software that has no target."""
-    name, notes = row.get("framework", ""), row.get("notes", "")
+    name, notes, precision = (row.get(key, "") for key in ("framework", "notes", "precision"))
     rules: Sequence[tuple[str, Callable[[], bool]]] = (
         ("composer-fsdp-classic", lambda: "Composer" in name and "MP mode PURE" in notes),
         ("composer-fsdp", lambda: "llm-foundry" in name or "Composer" in name or "fms" in name),
+        ("internevo-fsdp", lambda: "InternEvo" in name and "fsdp" in row.get("zero_stage_or_fsdp", "")),
         ("internevo", lambda: "InternEvo" in name or "InternLM" in name),
         ("torchtitan-compile", lambda: "torchtitan" in name and "compile" in notes),
         ("torchtitan", lambda: "torchtitan" in name),
@@ -157,6 +162,8 @@ def target_of(row: Row) -> Target:
         ("megatron-deepspeed-classic", lambda: "DeepSpeed" in name),
         ("maxtext", lambda: "MaxText" in name),
         ("paxml", lambda: "Paxml" in name or "JAX" in name),
+        ("megatron-bridge-graphs", lambda: "Bridge" in name and _container(notes) >= 26.06 and "mx" in precision),
+        ("megatron-bridge", lambda: "Bridge" in name),
         ("megatron-core", lambda: any(k in name for k in ("NeMo", "Bridge", "Core", "MLPerf", "AutoModel"))),
         ("megatron-lm-core", lambda: "Megatron-LM" in name and _number(row, "year", 2022.0) >= 2023),
         ("megatron-lm-3", lambda: "Megatron-LM" in name and _number(row, "year", 2020.0) >= 2022),
@@ -166,6 +173,11 @@ def target_of(row: Row) -> Target:
         if matches():
             return target_named(target)
     raise ValueError(f"framework {name!r} has no target")
+
+
+def _container(notes: str) -> float:
+    found = re.search(r"container (\d+\.\d+)", notes)
+    return float(found.group(1)) if found else math.nan
 
 
 def case(row: Row) -> dict[str, float]:
@@ -178,26 +190,34 @@ def case(row: Row) -> dict[str, float]:
 
 
 def _model(row: Row) -> dict[str, float]:
-    hidden, heads = _need(row, "hidden"), _need(row, "heads")
-    experts = _number(row, "n_experts", 0.0)
-    return {
-        "layers": _need(row, "layers"),
+    hidden, heads, seq_len = _need(row, "hidden"), _need(row, "heads"), _need(row, "seq_len")
+    known, experts, layers = architecture_of(row), _number(row, "n_experts", 0.0), _need(row, "layers")
+    stated = {
+        "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "kv_heads": _number(row, "kv_heads", heads),
         "head_dim": _number(row, "head_dim", hidden / heads),
         "projection": 1.0,
-        "window": _need(row, "seq_len"),
+        "window": mean_window(seq_len, known.window, known.window_share),
         "ffn": _number(row, "ffn_hidden", 4.0 * hidden),
         "gated": float(row.get("arch") in ("llama", "moe")),
         "vocab": _number(row, "vocab", 51200.0),
-        "seq_len": _need(row, "seq_len"),
+        "seq_len": seq_len,
         "experts": experts,
         "top_k": _number(row, "topk", 0.0),
         "expert_ffn": _number(row, "expert_ffn", 0.0),
+        "expert_bias": float(known.expert_bias),
         "shared_ffn": 0.0,
-        "moe_layers": _need(row, "layers") if experts else 0.0,
+        "moe_layers": layers if experts else 0.0,
     }
+    if known.preset:
+        whole = model_named(known.preset)
+        if (whole.hidden, whole.heads) == (hidden, heads):
+            # A row may be of the first layers only.
+            model = replace(whole, layers=int(layers))
+            stated |= model_columns(model, Workload(seq_len=int(seq_len), global_batch=1))
+    return stated
 
 
 def _device(row: Row, d: DeviceFacts) -> dict[str, float]:
@@ -321,6 +341,8 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "early_stop": float(t.early_stop),
         "synchronous": float(machine_of(row).synchronous),
         "expert_launches": t.expert_launches,
+        "expert_each": t.expert_each,
+        "expert_fused": float(t.expert_fused),
         "overlap_expert": t.overlap_expert * shown,
         "accumulate_bytes": t.accumulate_bytes,
         "accumulate_in_product_bytes": t.accumulate_in_product_bytes,

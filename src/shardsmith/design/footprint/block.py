@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shardsmith.design.footprint import drops
+from shardsmith.design.footprint.attention import Attended, Attention, Fused, Products
 from shardsmith.design.footprint.norms import Norm
 from shardsmith.design.footprint.reductions import Gradients
+from shardsmith.design.footprint.ring import Ring
 from shardsmith.design.footprint.sizes import Sizes
 from shardsmith.design.footprint.tape import Piece, Tape
 
@@ -25,13 +28,14 @@ class Kept:
     """inputs of the products behind the norms"""
     raw: list[tuple[Piece, Piece]] = field(default_factory=list)
     """queries and keys ahead of their norms, and those norms' scales"""
-    attention: list[Piece] = field(default_factory=list)
-    """rotated queries and keys, values, output, log sums"""
+    attention: Attended | None = None
+    drops: list[Piece] = field(default_factory=list)
+    """masks of what attention and the MLP add, where something is dropped"""
     mlp: list[Piece] = field(default_factory=list)
     """up, and gate where there is one"""
     inner: Piece | None = None
-    rotation: Piece | None = None
-    """cosines and sines, one for all layers of a pass"""
+    around: Piece | None = None
+    """cosines and sines, and places where they are remade, one for all layers of a pass"""
 
 
 class Block:
@@ -42,14 +46,15 @@ class Block:
         self.model, self.recompute = sizes.setup.model, sizes.setup.plan.recompute
         fused = self.model.norm == "layernorm"
         wide, narrow = sizes.wide, sizes.narrow
+        self.attention = _attention(tape, sizes)
         self.norm = Norm(rows=sizes.rows, width=self.model.hidden, narrow=narrow, wide=wide, fused=fused)
         self.q_norm, self.k_norm = (
             Norm(rows=sizes.all_rows * heads, width=self.model.head_dim, narrow=narrow, wide=wide, fused=False)
             for heads in (sizes.heads, sizes.kv_heads)
         )
 
-    def forward(self, x: Piece, rotation: Piece | None) -> tuple[Piece, Kept]:
-        """`x` [rows, hidden] is taken over; returns the output and what is kept, `rotation` included."""
+    def forward(self, x: Piece, around: Piece | None) -> tuple[Piece, Kept]:
+        """`x` [rows, hidden] is taken over; returns the output and what is kept, `around` included."""
         kept, out = self._forward(x)
         assert out is not None, "the layer runs to its end"
         if self.recompute == "full":
@@ -58,8 +63,8 @@ class Block:
         elif self.recompute == "selective":
             self.tape.free(*kept.entering, kept.inner)
             kept.entering, kept.inner = [], None
-        if rotation is not None:
-            kept.rotation = self.tape.hold(rotation)
+        if around is not None:
+            kept.around = self.tape.hold(around)
         return out, kept
 
     def backward(self, kept: Kept, grad: Piece, later: Later | None) -> Piece:
@@ -67,12 +72,15 @@ class Block:
 
         Weight gradients are computed on the way, or put off into `later`.
         """
-        full, rotation = self._leave_backward(grad), kept.rotation
+        around, full = kept.around, None
         if self.recompute == "full":
+            # Whatever is asked for first makes the layer again: a mask, or else the last product's input.
+            full = None if self.model.dropout else self._leave_backward(grad, kept)
             kept, _ = self._forward(kept.x, stop=True)
-            kept.rotation = rotation
+            kept.around = around
+        full = full or self._leave_backward(grad, kept)
         grad = self._norm_backward(2, grad, *self._mlp_backward(kept, full, later))
-        full = self._leave_backward(grad)
+        full = self._leave_backward(grad, kept)
         return self._norm_backward(1, grad, *self._attention_backward(kept, full, later))
 
     def _forward(self, x: Piece, *, stop: bool = False) -> tuple[Kept, Piece | None]:
@@ -90,18 +98,22 @@ class Block:
             turned = tape.new(s.queries), tape.new(s.keys)
             tape.free(q, k)
             q, k = turned
-        out = tape.new(s.queries)
-        kept.attention = [q, k, v, out, tape.new(s.log_sums)]
-        x = self._residual(self._left(self.model.output_bias))
+        kept.attention = self.attention.forward((q, k, v))
+        left = self._left(self.model.output_bias)
+        tape.free(*kept.attention.loose)
+        x = self._residual(self._dropped(kept, left))
         self._norm(kept, x)
         full = self._gathered(kept.entering[1])
         kept.mlp = [tape.new(s.inner) for _ in range(1 + self.model.gated)]
         tape.free(full)
         kept.inner = tape.new(s.inner)
         if stop:
-            tape.free(tape.new(s.gathered))
+            if self.model.dropout:
+                tape.free(self._dropped(kept, self._left(self.model.mlp_bias)))
+            else:
+                tape.free(tape.new(s.gathered))
             return kept, None
-        return kept, self._residual(self._left(self.model.mlp_bias))
+        return kept, self._residual(self._dropped(kept, self._left(self.model.mlp_bias)))
 
     def _norm(self, kept: Kept, x: Piece) -> None:
         out, scale = self.norm.forward(self.tape)
@@ -121,6 +133,15 @@ class Block:
             out = biased
         return out
 
+    def _dropped(self, kept: Kept, left: Piece) -> Piece:
+        """What a block half adds to its input, some of it dropped."""
+        if not self.model.dropout:
+            return left
+        out, mask = drops.dropped(self.tape, self.sizes.rows, self.model.hidden, self.sizes.hidden)
+        self.tape.free(left)
+        kept.drops.append(mask)
+        return out
+
     def _residual(self, added: Piece) -> Piece:
         out = self.tape.new(self.sizes.hidden)
         self.tape.free(added)
@@ -130,8 +151,17 @@ class Block:
         """The input of a column-parallel product, of all tokens."""
         return self.tape.new(self.sizes.gathered) if self.sizes.scattered else self.tape.hold(entering)
 
-    def _leave_backward(self, grad: Piece) -> Piece:
-        return self.tape.new(self.sizes.gathered) if self.sizes.scattered else self.tape.hold(grad)
+    def _leave_backward(self, grad: Piece, kept: Kept) -> Piece:
+        """The gradient of a row-parallel product; `grad` stays with the residual stream."""
+        tape = self.tape
+        own = tape.hold(grad)
+        if kept.drops:
+            own = drops.dropped_backward(tape, kept.drops.pop(), own)
+        if not self.sizes.scattered:
+            return own
+        full = tape.new(self.sizes.gathered)
+        tape.free(own)
+        return full
 
     def _norm_backward(self, number: int, grad: Piece, inner: Piece, x: Piece, scale: Piece) -> Piece:
         """Back through a norm; its input gradient is added to `grad`, which came around half the block.
@@ -164,17 +194,16 @@ class Block:
 
     def _attention_backward(self, kept: Kept, full: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
         tape, s = self.tape, self.sizes
-        *qkv, out, log_sums = kept.attention
-        grad = tape.new(s.queries)
-        self._weights(["attention.o"], [tape.hold(out)], [full], later, bias=self.model.output_bias, sums=True)
-        grads = [tape.new(s.queries), tape.new(s.keys), tape.new(s.keys)]
-        tape.free(grad, *qkv, out, log_sums)
+        assert kept.attention is not None, "the layer has attended"
+        grad, out = tape.new(s.queries), tape.hold(kept.attention.out)
+        self._weights(["attention.o"], [out], [full], later, bias=self.model.output_bias, sums=True)
+        grads = list(self.attention.backward(kept.attention, grad))
         if self.model.positions == "rope":
             for at, size in ((1, s.keys), (0, s.queries)):
                 turned = tape.new(size)
                 tape.free(grads[at])
                 grads[at] = turned
-            tape.free(kept.rotation)
+        tape.free(kept.around)
         if self.model.qk_norm:
             for at, norm, name in ((1, self.k_norm, "k_norm"), (0, self.q_norm, "q_norm")):
                 by_norm = norm.backward(tape)
@@ -232,4 +261,15 @@ class Block:
         """Let go of everything but the layer's input."""
         (_, scale), (x2, scale2) = kept.norms
         raw = [piece for pair in kept.raw for piece in pair]
-        self.tape.free(scale, x2, scale2, *kept.entering, *raw, *kept.attention, *kept.mlp, kept.inner)
+        assert kept.attention is not None, "the layer has attended"
+        attended = [kept.attention.out, *kept.attention.kept]
+        self.tape.free(scale, x2, scale2, *kept.entering, *raw, *attended, *kept.mlp, kept.inner, *kept.drops)
+
+
+def _attention(tape: Tape, sizes: Sizes) -> Attention:
+    """How the layers of a plan attend."""
+    if sizes.setup.plan.context > 1:
+        return Ring(tape, sizes)
+    if sizes.setup.model.attention_dropout:
+        return Products(tape, sizes, masked=sizes.mask > 0)
+    return Fused(tape, sizes)

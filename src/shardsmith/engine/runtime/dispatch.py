@@ -130,11 +130,12 @@ class Dispatch:
 def combine(rows_TD: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
     """Outputs of the experts, sorted by expert, weighted and summed for each token [N, D]."""
     if route.group is not None:
-        rows_TD = _Combine.apply(_reordered(rows_TD, route.back, route.regroup), route)
+        rows_TD = _reordered(rows_TD, route.back, route.regroup)
+        rows_TD = _Combine.apply(rows_TD, route)
     weights_R = weights_NK.flatten().index_select(0, route.choices)
     tokens = route.choices // weights_NK.shape[1]
     weighted = rows_TD * weights_R[:, None]
-    return weighted.new_zeros(weights_NK.shape[0], rows_TD.shape[1]).index_add(0, tokens, weighted)
+    return weighted.new_zeros(weights_NK.shape[0], rows_TD.shape[1]).index_add_(0, tokens, weighted)
 
 
 class _Start(torch.autograd.Function):

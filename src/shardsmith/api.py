@@ -426,14 +426,9 @@ DRY_OVERLAP = Code(
 )
 DRY_AXIS = Code(
     code="X209",
-    title="dry run of context ranks",
-    because="the closed forms that a dry run is held against do not hold what ring buffers take, and figures that "
-    "nothing confirms are worth nothing",
-)
-DRY_DROPOUT = Code(
-    code="X206",
-    title="dry run with dropout",
-    because="masks are drawn from named generators, which draw nothing without data, and the closed forms lack them",
+    title="dry run of attention across ranks with dropout",
+    because="the closed forms that a dry run is held against do not hold what probabilities of parts of a sequence "
+    "take, and figures that nothing confirms are worth nothing",
 )
 
 
@@ -537,14 +532,10 @@ def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
     if plan.overlap:
         message = "collectives would run beside computation"
         faults.append(DRY_OVERLAP.fault(message, *setup.said("plan.overlap"), hint="leave overlap out"))
-    if plan.context > 1:
-        message = f"context = {plan.context} cuts the sequence"
-        faults.append(DRY_AXIS.fault(message, *setup.said("plan.context"), hint="context = 1"))
-    if model.dropout or model.attention_dropout:
-        said = setup.said("model.dropout", "model.attention_dropout")
-        faults.append(
-            DRY_DROPOUT.fault("the model drops activations", *said, hint="dropout = 0, attention_dropout = 0")
-        )
+    if plan.context > 1 and model.attention_dropout:
+        message = f"context = {plan.context} cuts the sequence, and attention drops probabilities"
+        said = setup.said("plan.context", "model.attention_dropout")
+        faults.append(DRY_AXIS.fault(message, *said, hint="attention_dropout = 0, or context = 1"))
     return faults
 
 

@@ -22,7 +22,7 @@ def test_a_mixture_keeps_its_rows_and_scores(line: str, dtype: str) -> None:
     mixture = Mixture(tape, sizes, nothing, nothing, Rows(sent=rows, received=rows, sorted=True), 1)
     entering = tape.new(sizes.hidden)
     kept = mixture.send(entering)
-    out = mixture.compute(kept, stop=False)
+    out = mixture.compute(kept)
     tape.free(entering, out)
     keeps, router = routed_activations(setup), local_tokens(setup) * setup.model.hidden
     elements = (keeps.total - keeps.scores + router) * sizes.narrow + keeps.scores * sizes.wide

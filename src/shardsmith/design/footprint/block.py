@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shardsmith.design.footprint import drops
+from shardsmith.design.footprint.attention import Attended, Attention, Fused, Products, Three
 from shardsmith.design.footprint.experts import Mixture, Routed, Rows
 from shardsmith.design.footprint.latent import Latents, LatentTape
 from shardsmith.design.footprint.norms import Norm
 from shardsmith.design.footprint.reductions import Gradients
+from shardsmith.design.footprint.ring import Ring
 from shardsmith.design.footprint.sizes import Sizes
 from shardsmith.design.footprint.tape import Piece, Tape
 
@@ -27,14 +30,17 @@ class Kept:
     """inputs of the products behind the norms"""
     raw: list[tuple[Piece, Piece]] = field(default_factory=list)
     """queries and keys ahead of their norms, and those norms' scales"""
-    attention: list[Piece] = field(default_factory=list)
-    """rotated queries and keys, values, output, log sums"""
+    attention: Attended | None = None
+    drops: list[Piece] = field(default_factory=list)
+    """masks of what attention and the MLP add, where something is dropped"""
     mlp: list[Piece] = field(default_factory=list)
     """up, and gate where there is one"""
     inner: Piece | None = None
-    rotation: Piece | None = None
-    """cosines and sines, one for all layers of a pass"""
+    around: Piece | None = None
+    """cosines and sines, and places where they are remade, one for all layers of a pass"""
     latents: Latents | None = None
+    cut: Piece | None = None
+    """what attention gave back without its padding, where values are narrower than queries"""
     routed: Routed | None = None
     """of a mixture of experts; `mlp` and `inner` are then those of the shared expert"""
     shared: list[Piece] = field(default_factory=list)
@@ -64,6 +70,7 @@ class Block:
         self.latent = LatentTape(tape, sizes, gradients, layer) if self.model.latent else None
         fused = self.model.norm == "layernorm"
         wide, narrow = sizes.wide, sizes.narrow
+        self.attention = _attention(tape, sizes)
         self.norm = Norm(rows=sizes.rows, width=self.model.hidden, narrow=narrow, wide=wide, fused=fused)
         self.values = sizes.queries if self.latent is None else self.latent.values
         self.q_norm, self.k_norm = (
@@ -71,8 +78,8 @@ class Block:
             for heads in (sizes.heads, sizes.kv_heads)
         )
 
-    def forward(self, x: Piece, rotation: Piece | None) -> tuple[Piece, Kept]:
-        """`x` [rows, hidden] is taken over; returns the output and what is kept, `rotation` included."""
+    def forward(self, x: Piece, around: Piece | None) -> tuple[Piece, Kept]:
+        """`x` [rows, hidden] is taken over; returns the output and what is kept, `around` included."""
         kept, out = self._forward(x)
         assert out is not None, "the layer runs to its end"
         if self.recompute == "full":
@@ -83,8 +90,8 @@ class Block:
             kept.entering, kept.inner = [], None
             if self.mixture is not None and kept.routed is not None:
                 self.mixture.forget_inner(kept.routed)
-        if rotation is not None:
-            kept.rotation = self.tape.hold(rotation)
+        if around is not None:
+            kept.around = self.tape.hold(around)
         return out, kept
 
     def backward(self, kept: Kept, grad: Piece, later: Later | None) -> Piece:
@@ -92,41 +99,48 @@ class Block:
 
         Weight gradients are computed on the way, or put off into `later`.
         """
-        dense = self.mixture is None
-        full, rotation = self._leave_backward(grad) if dense else None, kept.rotation
+        around, full, dense = kept.around, None, self.mixture is None
         if self.recompute == "full":
+            # Whatever is asked for first makes the layer again: a mask, or else the last product's input.
+            full = self._leave_backward(grad, kept) if dense and not self.model.dropout else None
             self.graph += kept.routed.route if kept.routed is not None else []
             kept, _ = self._forward(kept.x, stop=True)
-            kept.rotation = rotation
-        if full is None:
-            by_inner = self._mixture_backward(kept, grad, later)
+            kept.around = around
+            if self.mixture is not None and kept.routed is not None:
+                self.mixture.reroute(kept.routed)
+        if self.mixture is not None:
+            by_inner = self._mixture_backward(kept, self.mixture, self._undropped(kept, grad), later)
         else:
-            by_inner = self._mlp_backward(kept, full, later)
+            by_inner = self._mlp_backward(kept, full or self._leave_backward(grad, kept), later)
         grad = self._norm_backward(2, grad, *by_inner)
-        full = self._leave_backward(grad)
+        full = self._leave_backward(grad, kept)
         return self._norm_backward(1, grad, *self._attention_backward(kept, full, later))
 
     def _forward(self, x: Piece, *, stop: bool = False) -> tuple[Kept, Piece | None]:
         """With `stop`, what recomputation needs: up to the last product, but not its closing sum."""
         tape, s, kept = self.tape, self.sizes, Kept(x=x)
         self._norm(kept, x)
-        q, k, v = self._projected(kept)
-        out = tape.new(s.queries)
-        kept.attention = [q, k, v, out, tape.new(s.log_sums)]
+        kept.attention = self.attention.forward(self._projected(kept))
         if self.values != s.queries:
-            kept.attention.append(tape.new(self.values))
-        x = self._residual(self._left(self.model.output_bias))
+            kept.cut = tape.new(self.values)
+        left = self._left(self.model.output_bias)
+        tape.free(*kept.attention.loose)
+        x = self._residual(self._dropped(kept, left))
         self._norm(kept, x)
         if self.mixture is not None:
-            left = self._mixture_forward(kept, self.mixture, stop=stop)
-            return kept, None if left is None else self._residual(left)
-        self._mlp_forward(kept)
+            left = self._mixture_forward(kept, self.mixture)
+        else:
+            self._mlp_forward(kept)
+            if stop and not self.model.dropout:
+                tape.free(tape.new(s.gathered))
+                return kept, None
+            left = self._left(self.model.mlp_bias)
         if stop:
-            tape.free(tape.new(s.gathered))
+            tape.free(self._dropped(kept, left))
             return kept, None
-        return kept, self._residual(self._left(self.model.mlp_bias))
+        return kept, self._residual(self._dropped(kept, left))
 
-    def _projected(self, kept: Kept) -> list[Piece]:
+    def _projected(self, kept: Kept) -> Three:
         """Queries, keys and values as attention takes them."""
         tape, s = self.tape, self.sizes
         if self.latent is not None:
@@ -143,7 +157,7 @@ class Block:
             turned = tape.new(s.queries), tape.new(s.keys)
             tape.free(q, k)
             q, k = turned
-        return [q, k, v]
+        return q, k, v
 
     def _mlp_forward(self, kept: Kept) -> None:
         """Up to the product that leaves."""
@@ -152,8 +166,8 @@ class Block:
         self.tape.free(full)
         kept.inner = self.tape.new(self.inner)
 
-    def _mixture_forward(self, kept: Kept, mixture: Mixture, *, stop: bool) -> Piece | None:
-        """A mixture of experts, its shared expert beside the dispatch; see `_forward` for `stop`."""
+    def _mixture_forward(self, kept: Kept, mixture: Mixture) -> Piece:
+        """A mixture of experts, its shared expert beside the dispatch."""
         tape, spec = self.tape, mixture.spec
         kept.routed = mixture.send(kept.entering[1])
         shared: Piece | None = None
@@ -165,23 +179,27 @@ class Block:
                 shared = tape.new(self.sizes.hidden)
         else:
             tape.free(kept.entering.pop())  # the router holds it
-        out = mixture.compute(kept.routed, stop=stop)
-        if out is None or shared is None:
-            tape.free(shared)
+        out = mixture.compute(kept.routed)
+        if shared is None:
             return out
         both = tape.new(self.sizes.hidden)
         tape.free(out, shared)
         return both
 
-    def _mixture_backward(self, kept: Kept, grad: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
-        """Back through a mixture of experts: the gradient of its input, and what the norm ahead kept."""
-        tape, s, mixture, routed = self.tape, self.sizes, self.mixture, kept.routed
-        assert mixture is not None, "a sparse layer"
+    def _mixture_backward(
+        self, kept: Kept, mixture: Mixture, grad: Piece, later: Later | None
+    ) -> tuple[Piece, Piece, Piece]:
+        """Back through a mixture of experts: the gradient of its input, and what the norm ahead kept.
+
+        `grad` is taken over.
+        """
+        tape, s, routed = self.tape, self.sizes, kept.routed
         assert routed is not None, "a layer that routed"
+        shared = tape.hold(grad) if mixture.spec.shared_ffn else None
         travelling = mixture.back(routed, grad, later)
         found: Piece | None = None
-        if mixture.spec.shared_ffn:
-            found = self._shared_backward(kept, grad, later)
+        if shared is not None:
+            found = self._shared_backward(kept, shared, later)
         by_routed = mixture.home(routed, travelling, self._again)
         self.graph += routed.route
         if found is None:
@@ -191,7 +209,7 @@ class Block:
         return both, *kept.norms[1]
 
     def _shared_backward(self, kept: Kept, grad: Piece, later: Later | None) -> Piece:
-        """Back through the shared expert, and its gate."""
+        """Back through the shared expert, and its gate; `grad` is taken over."""
         tape, s = self.tape, self.sizes
         gated = None
         if kept.shared:
@@ -201,10 +219,9 @@ class Block:
             if not kept.entering:
                 tape.free(self._again())
             self.gradients.accumulated(self._name("mlp.shared_gate") + ".weight")
-        else:
-            ungated = tape.hold(grad)
-        full = self._leave_backward(ungated)
-        tape.free(ungated)
+            tape.free(grad)
+            grad = ungated
+        full = self._spread(grad)
         found, _, _ = self._mlp_backward(kept, full, later)
         if gated is not None:
             both = tape.new(s.hidden)
@@ -230,6 +247,15 @@ class Block:
             out = biased
         return out
 
+    def _dropped(self, kept: Kept, left: Piece) -> Piece:
+        """What a block half adds to its input, some of it dropped."""
+        if not self.model.dropout:
+            return left
+        out, mask = drops.dropped(self.tape, self.sizes.rows, self.model.hidden, self.sizes.hidden)
+        self.tape.free(left)
+        kept.drops.append(mask)
+        return out
+
     def _residual(self, added: Piece) -> Piece:
         out = self.tape.new(self.sizes.hidden)
         self.tape.free(added)
@@ -239,8 +265,22 @@ class Block:
         """The input of a column-parallel product, of all tokens."""
         return self.tape.new(self.sizes.gathered) if self.sizes.scattered else self.tape.hold(entering)
 
-    def _leave_backward(self, grad: Piece) -> Piece:
-        return self.tape.new(self.sizes.gathered) if self.sizes.scattered else self.tape.hold(grad)
+    def _leave_backward(self, grad: Piece, kept: Kept) -> Piece:
+        """The gradient of a row-parallel product; `grad` stays with the residual stream."""
+        return self._spread(self._undropped(kept, grad))
+
+    def _undropped(self, kept: Kept, grad: Piece) -> Piece:
+        """The gradient of what a block half adds to its input; `grad` stays with the residual stream."""
+        own = self.tape.hold(grad)
+        return drops.dropped_backward(self.tape, kept.drops.pop(), own) if kept.drops else own
+
+    def _spread(self, grad: Piece) -> Piece:
+        """`grad` [rows, hidden], which is taken over, for all tokens."""
+        if not self.sizes.scattered:
+            return grad
+        full = self.tape.new(self.sizes.gathered)
+        self.tape.free(grad)
+        return full
 
     def _norm_backward(self, number: int, grad: Piece, inner: Piece, x: Piece, scale: Piece) -> Piece:
         """Back through a norm; its input gradient is added to `grad`, which came around half the block.
@@ -273,28 +313,27 @@ class Block:
 
     def _attention_backward(self, kept: Kept, full: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
         tape, s = self.tape, self.sizes
-        q, k, v, out, log_sums, *cut = kept.attention
+        assert kept.attention is not None, "the layer has attended"
         grad = tape.new(self.values)
-        left = cut[0] if cut else tape.hold(out)
+        left = kept.cut or tape.hold(kept.attention.out)
         self._weights(["attention.o"], [left], [full], later, bias=self.model.output_bias, sums=True)
-        if cut:
+        if kept.cut is not None:
             padded = tape.new(s.queries)
             tape.free(grad)
             grad = padded
-        grads = [tape.new(s.queries), tape.new(s.keys), tape.new(s.keys)]
-        tape.free(grad, q, k, v, out, log_sums)
+        grads = list(self.attention.backward(kept.attention, grad))
         if self.latent is not None:
             assert kept.latents is not None, "latents were kept"
             entering = kept.entering[0] if kept.entering else self._again()
             by_latent = self.latent.backward(kept.latents, entering, grads, later, self._weights)
-            tape.free(kept.rotation)
+            tape.free(kept.around)
             return by_latent, *kept.norms[0]
         if self.model.positions == "rope":
             for at, size in ((1, s.keys), (0, s.queries)):
                 turned = tape.new(size)
                 tape.free(grads[at])
                 grads[at] = turned
-            tape.free(kept.rotation)
+        tape.free(kept.around)
         if self.model.qk_norm:
             for at, norm, name in ((1, self.k_norm, "k_norm"), (0, self.q_norm, "q_norm")):
                 by_norm = norm.backward(tape)
@@ -356,5 +395,16 @@ class Block:
             self.latent.forget(kept.latents)
         if self.mixture is not None and kept.routed is not None:
             self.mixture.forget(kept.routed)
+        assert kept.attention is not None, "the layer has attended"
+        attended = [kept.attention.out, *kept.attention.kept, kept.cut]
+        self.tape.free(scale, x2, scale2, *kept.entering, *raw, *attended, *kept.mlp, kept.inner, *kept.drops)
         self.tape.free(*kept.shared)
-        self.tape.free(scale, x2, scale2, *kept.entering, *raw, *kept.attention, *kept.mlp, kept.inner)
+
+
+def _attention(tape: Tape, sizes: Sizes) -> Attention:
+    """How the layers of a plan attend."""
+    if sizes.setup.plan.context > 1:
+        return Ring(tape, sizes)
+    if sizes.setup.model.attention_dropout:
+        return Products(tape, sizes, masked=sizes.mask > 0)
+    return Fused(tape, sizes)

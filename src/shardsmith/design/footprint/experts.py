@@ -85,11 +85,8 @@ class Mixture:
         pending = [rows, arriving] if self.travels else []
         return Routed(x=x, scores=scores, chosen=chosen, route=route, received=arriving, pending=pending)
 
-    def compute(self, kept: Routed, *, stop: bool) -> Piece | None:
-        """Wait for the rows, compute them and bring them home: the outputs of this rank's tokens, or of all it holds.
-
-        With `stop` up to what backward needs.
-        """
+    def compute(self, kept: Routed) -> Piece:
+        """Wait for the rows, compute them and bring them home: outputs for this rank's tokens, or all it holds."""
         tape, s, width = self.tape, self.sizes, self.sizes.narrow
         if self.travels:
             tape.free(kept.pending[0])
@@ -111,16 +108,19 @@ class Mixture:
         weighted = tape.new(self.sent)
         mine = tape.new(self.mine)
         tape.free(weighted, narrowed)
-        if stop:
-            # The route of the first pass serves backward; of this one the order of rows was saved beside it.
-            tape.free(mine, *kept.route[1:])
-            kept.chosen[:0], kept.route = kept.route[:1], []
-            return None
         if self.apart:
             joined = tape.new(s.gathered)
             tape.free(mine)
             mine = joined
         return mine
+
+    def reroute(self, kept: Routed) -> None:
+        """Of a pass that was made again: its route goes, as that of the first pass serves backward.
+
+        Only the order of the rows was saved beside it.
+        """
+        self.tape.free(*kept.route[1:])
+        kept.chosen[:0], kept.route = kept.route[:1], []
 
     def forget(self, kept: Routed) -> None:
         """Let go of what recomputation makes again; indices of the route stay."""
@@ -135,11 +135,11 @@ class Mixture:
             kept.x = None
 
     def back(self, kept: Routed, grad: Piece, later: Later | None) -> list[Piece]:
-        """From the gradient of the outputs to that of the rows received, which begins its way home."""
+        """From `grad` of the outputs, which is taken over, to that of the rows received, which begins its way home."""
         tape = self.tape
         combined = tape.new(self.sent)
         tape.free(tape.new(self.sent))  # by the weights of the rows, before it is summed
-        tape.free(kept.combined, *kept.chosen[-2:])
+        tape.free(grad, kept.combined, *kept.chosen[-2:])
         del kept.chosen[-2:]
         if self.travels:
             away = tape.new(self.received)

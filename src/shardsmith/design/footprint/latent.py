@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardsmith.design.footprint.attention import Three
 from shardsmith.design.footprint.norms import Norm
 from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import Sizes
@@ -54,7 +55,7 @@ class LatentTape:
         self.values = of_heads * self.spec.value
         """Values, or what attention gives back, as wide as they are before they are padded."""
 
-    def forward(self) -> tuple[Latents, list[Piece]]:
+    def forward(self) -> tuple[Latents, Three]:
         """What is kept, and queries, keys and values as the attention kernel takes them."""
         tape, s = self.tape, self.sizes
         kept = self._latents()
@@ -66,11 +67,11 @@ class LatentTape:
             q = tape.new(s.queries)
         up = tape.new(self.up)
         turned, key = tape.new(self.turned), tape.new(self.turned_key)
-        whole = [tape.new(s.queries), tape.new(s.queries)]
+        whole = tape.new(s.queries), tape.new(s.queries)
         tape.free(q)
         values = tape.new(s.queries)
         tape.free(up, turned, key)
-        return kept, [*whole, values]
+        return kept, (*whole, values)
 
     def backward(
         self, kept: Latents, entering: Piece, grads: list[Piece], later: Later | None, weights: Weights

@@ -50,8 +50,9 @@ class _Step:
     """One rank between two steps, and its program."""
 
     def __init__(self, setup: Setup, rank: int, rows: Rows | None, moments: int) -> None:
-        self.setup, self.tape, self.sizes, self.rows = setup, Tape(), Sizes(setup), rows
+        self.rows = rows
         self.coord = mesh_of(setup.plan).coord(rank)
+        self.setup, self.tape, self.sizes = setup, Tape(), Sizes(setup, self.coord.context)
         self.held: dict[Key, Piece] = {}
         self.arrived: dict[Key, Piece] = {}
         self.sent: deque[list[Piece]] = deque()
@@ -60,7 +61,10 @@ class _Step:
         self.tape.new(states.gradients, "gradients")
         self.tape.new(states.optimizer, "optimizer")
         self.microbatches = batching(setup.plan, setup.workload).microbatches
-        tokens = 2 * self.sizes.all_rows + setup.workload.seq_len
+        places = setup.workload.seq_len + (
+            self.sizes.length if setup.plan.context > 1 else 0
+        )  # the batch, and its part
+        tokens = (2 * self.sizes.sequences + 1) * places
         self.tape.new(self.microbatches * tokens * INDEX, "inputs")
         self._build()
 

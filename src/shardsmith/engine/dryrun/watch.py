@@ -15,6 +15,7 @@ from torch import Tensor
 from shardsmith.engine.dryrun.stated import routed_as_stated
 from shardsmith.engine.dryrun.tracker import Tracker
 from shardsmith.engine.models import initialise
+from shardsmith.engine.parallel import context
 from shardsmith.engine.parallel.data import Bucket
 from shardsmith.engine.parallel.pipeline import Wire
 from shardsmith.engine.runtime.group import Group
@@ -22,7 +23,8 @@ from shardsmith.engine.runtime.units import Unit
 from shardsmith.layout.routing import StatedRouting
 from shardsmith.specs.model import Weight
 
-LABELS: tuple[tuple[type, str, str], ...] = (
+LABELS: tuple[tuple[Any, str, str], ...] = (
+    (context, "split", "inputs"),
     (Bucket, "_buffer", "buckets"),
     (Bucket, "flush", "buckets"),
     (Bucket, "wait", "buckets"),
@@ -30,7 +32,7 @@ LABELS: tuple[tuple[type, str, str], ...] = (
     (Unit, "wait", "gathered"),
     (Wire, "exchange", "messages"),
 )
-"""Methods of the engine, and what the tensors are for that they make."""
+"""Methods and functions of the engine, and what the tensors are for that they make."""
 
 ASYNCHRONOUS = ("all_gather_async", "reduce_scatter_async", "all_reduce_async", "exchange_async")
 """Collectives whose work holds what it works on, as those of gloo and NCCL do, until it is dropped."""

@@ -47,6 +47,9 @@ GPT = LLAMA.with_(
     tied=True,
 )
 QWEN = LLAMA.with_(name="qwen", qk_norm=True, window=40)
+LONG, LONG_GPT, LONG_QWEN = (m.with_(vocab=64, context=256) for m in (LLAMA, GPT.with_(dropout=0.1), QWEN))
+DROPS = GPT.with_(dropout=0.1, attention_dropout=0.1)
+GROUPED = LLAMA.with_(dropout=0.1, attention_dropout=0.1)
 
 
 def setup_of(line: str, model: ModelSpec, dtype: Dtype = "bfloat16", seq_len: int = 64) -> Setup:
@@ -80,9 +83,34 @@ PLANS = {
     ),
     "windows and normed heads, zb_v, sp, full": setup_of(f"{SP},pipeline=2,schedule=zb_v,recompute=full", QWEN),
     "loss by chunks, zb_h1, float64": setup_of("tensor=2,pipeline=2,schedule=zb_h1,loss_chunk=24", LLAMA, "float64"),
+    "dropout, sp, zero 1, full recompute": setup_of(
+        f"{SP},data=2,zero=1,recompute=full,microbatch=2", DROPS, "float32"
+    ),
+    "dropout, zero 3, selective": setup_of("data=2,zero=3,pipeline=2,recompute=selective", DROPS),
+    "dropout, zb_h1, full recompute": setup_of("tensor=2,pipeline=2,schedule=zb_h1,recompute=full", GROUPED),
+    "dropout of activations, sp, interleaved": setup_of(
+        f"{SP},pipeline=2,schedule=interleaved,microbatch=2", GPT.with_(dropout=0.1)
+    ),
+    "dropout in windows, zb_v, zero 2": setup_of(
+        "data=2,zero=2,pipeline=2,schedule=zb_v", QWEN.with_(attention_dropout=0.1), "float32"
+    ),
+    "ring of 4, interleaved": setup_of(
+        "context=4,pipeline=2,schedule=interleaved,microbatch=2", LONG, "float32", seq_len=256
+    ),
+    "ring and heads, full recompute, zero 1": setup_of(
+        "context=4,ulysses=2,pipeline=2,recompute=full,zero=1,microbatch=2", LONG, seq_len=256
+    ),
+    "heads to 4 ranks, zero 3": setup_of("context=4,ulysses=4,data=2,zero=3,microbatch=4", LONG, seq_len=256),
+    "heads, sp, zb_h1": setup_of(f"context=2,ulysses=2,{SP},pipeline=2,schedule=zb_h1", LONG, seq_len=256),
+    "ring, dropout, sp, selective, zero 2": setup_of(
+        f"context=2,{SP},zero=2,recompute=selective,microbatch=2", LONG_GPT, "float32", seq_len=256
+    ),
+    "ring in windows, zb_v, full recompute": setup_of(
+        "context=2,pipeline=2,schedule=zb_v,recompute=full,microbatch=2", LONG_QWEN, seq_len=256
+    ),
     "reduced in bfloat16, one rank of 2": setup_of("data=2,reduce_dtype=bfloat16,microbatch=4", LLAMA),
 }
-"""Each ZeRO level, schedule, recomputation, and sequence parallelism."""
+"""Each ZeRO level, schedule, recomputation, and sequence parallelism; dropout, and the context axis."""
 
 
 def run_dry(setups: list[Setup]) -> list[StepRecord]:
@@ -120,6 +148,8 @@ REAL = {
         "tensor=2,sequence_parallel=true,data=2,zero=1,recompute=full,microbatch=2", LLAMA, "float32", seq_len=128
     ),
     "zero 3, selective": setup_of("data=2,zero=3,pipeline=2,recompute=selective,microbatch=2", GPT, "float32"),
+    "context": setup_of("context=4,ulysses=2,zero=2,microbatch=2", LLAMA, "float32", seq_len=128),
+    "dropout": setup_of(f"{SP},pipeline=2,recompute=full,microbatch=2", DROPS, "float32"),
 }
 
 
@@ -208,7 +238,6 @@ def test_the_verb_prints_both_sides() -> None:
 
 
 REFUSED: dict[str, tuple[str, ...]] = {
-    "X209": ("--plan", "context=2"),
     "X204": ("--plan", "tensor=2", "--rank", "2"),
     "X205": ("--plan", "compile=true"),
     "X207": ("--plan", "tensor=2,overlap=weight_gradient"),
@@ -223,9 +252,12 @@ def test_what_cannot_be_run_dry_is_refused(code: str) -> None:
     assert code in [error["code"] for error in json.loads(result.output)["errors"]]
 
 
-def test_dropout_is_refused_and_a_plan_that_does_not_fit_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Refused, match="X206"):
-        api.dryrun(setup_of("", LLAMA.with_(dropout=0.1)))
+def test_attention_across_ranks_with_dropout_is_refused() -> None:
+    with pytest.raises(Refused, match="X209"):
+        api.dryrun(setup_of("context=2", LLAMA.with_(attention_dropout=0.1)))
+
+
+def test_a_plan_that_does_not_fit_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     large = make_setup(plan="tensor=8", model="llama3-405b", cluster="h100", nodes=1)
     assert [fault.code for fault in api.check(large).errors] == ["H404"]
     seen: list[Callable[..., Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardsmith.design.footprint import drops
 from shardsmith.design.footprint.norms import Norm
 from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import INDEX, Sizes
@@ -19,13 +20,14 @@ class Embedding:
     def __init__(self, tape: Tape, sizes: Sizes, table: Gradients, positions: Gradients, *, shared: bool) -> None:
         self.tape, self.sizes, self.table, self.positions, self.shared = tape, sizes, table, positions, shared
         self.split = sizes.setup.plan.tensor > 1
+        self.drops = sizes.setup.model.dropout > 0
         self.learned = sizes.setup.model.positions == "learned"
         place = sizes.setup.model.hidden * sizes.narrow
-        length = sizes.setup.workload.seq_len // (sizes.setup.plan.tensor if sizes.scattered else 1)
+        length = sizes.length // (sizes.setup.plan.tensor if sizes.scattered else 1)
         self.places = length * place
 
     def forward(self) -> tuple[Piece, list[Piece]]:
-        """Hidden states, and what is kept: which row each token takes, and whether it is here."""
+        """Hidden states, and what is kept: which row each token takes, whether it is here, and a mask of dropout."""
         tape, s, kept = self.tape, self.sizes, []
         out = tape.new(s.gathered)
         if self.split:
@@ -42,11 +44,18 @@ class Embedding:
             added = tape.new(s.hidden)
             tape.free(out, places)
             out = added
+        if self.drops:
+            left, mask = drops.dropped(tape, s.rows, s.setup.model.hidden, s.hidden)
+            tape.free(out)
+            return left, [*kept, mask]
         return out, kept
 
     def backward(self, kept: list[Piece], grad: Piece, by_head: Piece | None) -> None:
         """Takes over `grad` of the output, and the table's gradient `by_head` where it is the head's, too."""
         tape, s = self.tape, self.sizes
+        if self.drops:
+            *kept, mask = kept
+            grad = drops.dropped_backward(tape, mask, grad)
         if self.learned:
             summed = tape.new(self.places) if s.sequences > 1 else None
             self.positions.accumulated("position.weight")

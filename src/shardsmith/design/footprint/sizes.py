@@ -24,6 +24,8 @@ class Sizes:
     """
 
     setup: Setup
+    context: int = 0
+    """which part of the sequence stands here"""
 
     @cached_property
     def narrow(self) -> int:
@@ -41,9 +43,20 @@ class Sizes:
         return batching(self.setup.plan, self.setup.workload).microbatch
 
     @cached_property
+    def length(self) -> int:
+        """Places of a sequence on this rank."""
+        return self.setup.workload.seq_len // self.setup.plan.context
+
+    @cached_property
+    def mask(self) -> int:
+        """What is added to scores where a window hides keys; one for all layers of a stage, 0 where there is none."""
+        window = self.setup.model.window if self.setup.plan.context == 1 else None
+        return self.length**2 * self.narrow if window is not None and window < self.length else 0
+
+    @cached_property
     def all_rows(self) -> int:
-        """Tokens of a microbatch."""
-        return self.sequences * self.setup.workload.seq_len
+        """Tokens of a microbatch, of this rank's part of the sequence."""
+        return self.sequences * self.length
 
     @cached_property
     def scattered(self) -> bool:
@@ -95,6 +108,13 @@ class Sizes:
     def inner(self) -> int:
         """One tensor inside the MLP."""
         return self.all_rows * (self.setup.model.ffn // self.setup.plan.tensor) * self.narrow
+
+    @cached_property
+    def shared(self) -> int:
+        """One tensor inside the shared expert."""
+        experts = self.setup.model.experts
+        width = 0 if experts is None else experts.shared_ffn
+        return self.all_rows * (width // self.setup.plan.tensor) * self.narrow
 
     @cached_property
     def table(self) -> int:

@@ -6,13 +6,15 @@ Legend: S sequence (this rank's part), B sequences of the microbatch, D hidden, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardsmith.engine.models.activation import swiglu
+from shardsmith.engine.models.feed_forward import MLP
+from shardsmith.engine.models.surroundings import Surroundings
 from shardsmith.engine.runtime.dispatch import ALONE, Dispatch, Placement, combine, make_route
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.grouped import Sorted, Stack, grouped
@@ -20,9 +22,6 @@ from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue
 from shardsmith.engine.runtime.routing import attached
 from shardsmith.layout.axes.expert import capacity
 from shardsmith.specs.model import Experts, ModelSpec
-
-if TYPE_CHECKING:
-    from shardsmith.engine.models.decoder import MLP, Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from shardsmith.engine.parity.reference import Arrays, Record, run_reference
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.grouped import Kernel, kernel_for
 from shardsmith.engine.runtime.routing import Choices
-from shardsmith.engine.train.step import DTYPES, Trainer
+from shardsmith.engine.train.rank_model import DTYPES
+from shardsmith.engine.train.step import Trainer
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Optimisation

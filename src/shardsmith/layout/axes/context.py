@@ -17,6 +17,7 @@ from math import lcm
 
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind
+from shardsmith.layout.key_blocks import Blocks, key_blocks
 from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
@@ -103,6 +104,16 @@ def ring_buffer_bytes(setup: Setup) -> int:
         return 0
     size, work = key_value_bytes(setup), setup.workload
     return 2 * size + 4 * size * _wide(setup) // DTYPE_BYTES[work.dtype]
+
+
+def ring_blocks(setup: Setup, index: int) -> list[Blocks]:
+    """What context rank `index` computes against the keys of each rank of the ring, where nothing is packed.
+
+    Rows are those that it holds once heads are exchanged for sequence.
+    """
+    ranks, length, window = ring(setup.plan), setup.workload.seq_len, setup.model.window
+    held = [places(length, ranks, at) for at in range(ranks)]
+    return key_blocks(held, index // setup.plan.ulysses, None, None if window is None or window >= length else window)
 
 
 def context_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:

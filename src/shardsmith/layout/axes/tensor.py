@@ -187,13 +187,13 @@ class LayerCall:
 def _made_again(setup: Setup, call: LayerCall, cuts: int) -> int:
     """Pieces of a call, which is cut into `cuts`, that a recomputed layer makes once more.
 
-    With chunks the closing sum is made inside the product that it closes, which is made again. Of two halves the
-    first one's closing sum lies ahead of the second one's last product.
+    With chunks the closing sum is made inside the product that it closes, which is made again, and with dropout ahead
+    of a mask that is. Of two halves the first one's closing sum lies ahead of the second one's last product.
     """
     if call.recomputed:
         return cuts
     closing = call.phase == "forward"
-    if closing and "chunks" in setup.plan.overlap:
+    if closing and ("chunks" in setup.plan.overlap or setup.model.dropout):
         return cuts
     return int(closing and "half_microbatches" in setup.plan.overlap)
 

@@ -8,6 +8,7 @@ experts (`Experts.groups`) do not limit it: they say which experts may be chosen
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from shardsmith.layout.axes.expert import capacity
 from shardsmith.plan.batch import batching
 from shardsmith.plan.mesh import Coord, ExpertCoord, expert_coord, mesh_of
 from shardsmith.plan.setup import Setup
-from shardsmith.specs.model import Experts
+from shardsmith.specs.model import Experts, ModelSpec
 
 IMBALANCE = Code(
     code="E107",
@@ -136,13 +137,22 @@ def _plane(own: Coord, sizes: Coord) -> Iterator[Coord]:
                 yield own._replace(shard=shard, context=context, tensor=tensor)
 
 
+def most_uneven(experts: Experts | None, ranks: float) -> float:
+    """The largest imbalance that `ranks` expert ranks can have."""
+    return 1.0 if experts is None else min(ranks, experts.count / experts.top_k)
+
+
 def imbalance_faults(setup: Setup, imbalance: float) -> list[Fault]:
     """What forbids a stated routing of this `imbalance`."""
-    experts, plan = setup.model.experts, setup.plan
-    most = 1.0 if experts is None else min(float(plan.expert), experts.count / experts.top_k)
+    return uneven_faults(setup.model, imbalance, float(setup.plan.expert), *setup.said("plan.expert"))
+
+
+def uneven_faults(model: ModelSpec, imbalance: float, ranks: float = math.inf, *said: tuple[str, str]) -> list[Fault]:
+    """What forbids this `imbalance` over `ranks` expert ranks, or over as many as a plan may have."""
+    experts, most = model.experts, most_uneven(model.experts, ranks)
     if 1.0 <= imbalance <= most:
         return []
     has = "no experts" if experts is None else f"experts.count / top_k = {experts.count} / {experts.top_k}"
     message = f"imbalance = {imbalance:g} is not between 1 and {most:g}"
-    said = (("--imbalance", f"imbalance = {imbalance:g}"), *setup.said("plan.expert"), (setup.model.name, has))
-    return [IMBALANCE.fault(message, *said, hint="imbalance = 1" if most == 1 else f"imbalance = 1 to {most:g}")]
+    values = (("--imbalance", f"imbalance = {imbalance:g}"), *said, (model.name, has))
+    return [IMBALANCE.fault(message, *values, hint="imbalance = 1" if most == 1 else f"imbalance = 1 to {most:g}")]

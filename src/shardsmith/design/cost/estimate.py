@@ -74,7 +74,7 @@ def estimate(
     """What a legal plan costs, by `constants` or else the shipped ones.
 
     The fullest expert rank receives `imbalance` times the mean. Raises `Refused` (H501 to H503, X351) where cluster or
-    target do not say enough, and for an imbalance that the plan cannot have (H504).
+    target do not say enough, and for an imbalance that the plan cannot have (E107).
     """
     return estimate_plan(subject_of(setup, target, constants, imbalance), setup)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.schedules import DUALPIPE_V, SCHEDULES
 from shardsmith.design.cost.subject import Subject
+from shardsmith.layout.routing import most_uneven
 from shardsmith.plan.batch import batching
 from shardsmith.plan.plan import Overlap, Plan
 from shardsmith.plan.precision import Precision
@@ -179,8 +180,7 @@ def batch_of(s: Subject, p: Layouts, kinds: Precision) -> Batch:
 
 def received_share(s: Subject, p: Layouts) -> Array:
     """Rows of the fullest expert rank over the mean: as stated, but no more than all rows, or each row once."""
-    e = s.model.experts
-    return np.ones(len(p)) if e is None else np.minimum(s.imbalance, np.minimum(p.expert, e.count / e.top_k))
+    return np.minimum(np.minimum(s.imbalance, most_uneven(s.model.experts, np.inf)), p.expert)
 
 
 def _uses(p: Layouts, policy: str) -> NDArray[np.bool_]:

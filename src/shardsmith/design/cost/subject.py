@@ -16,6 +16,7 @@ from shardsmith.design.cost.kernels import GENERATIONS
 from shardsmith.design.cost.split import Split
 from shardsmith.design.targets import Target, target_named
 from shardsmith.errors import Code, Fault, Refused, raise_errors
+from shardsmith.layout.routing import imbalance_faults, uneven_faults
 from shardsmith.specs.cluster import ClusterSpec
 from shardsmith.specs.job import Workload
 from shardsmith.specs.model import ModelSpec, weights
@@ -35,13 +36,6 @@ DTYPE = Code(
     code="H503",
     title="no peak for this dtype",
     because="the rate of matrix products depends on the dtype, and no other dtype's peak stands in for it",
-)
-
-UNEVEN = Code(
-    code="H504",
-    title="no routing is so uneven",
-    because="the fullest expert rank receives imbalance times the mean: at least the mean, at most all rows, and of "
-    "no token a row twice for one expert",
 )
 
 PREFETCHED = 0.6
@@ -110,8 +104,8 @@ def subject_of(
     constants: Mapping[str, float] | None = None,
     imbalance: float = 1.0,
 ) -> Subject:
-    """The subject of a setup. Raises `Refused` (H501 to H504, X351) where its figures do not suffice."""
-    raise_errors(uneven_faults(setup.model, imbalance, float(setup.plan.expert)))
+    """The subject of a setup. Raises `Refused` (E107, H501 to H503, X351) where its figures do not suffice."""
+    raise_errors(imbalance_faults(setup, imbalance))
     return make_subject(setup.model, setup.workload, setup.cluster, target, constants, imbalance)
 
 
@@ -125,7 +119,7 @@ def make_subject(
 ) -> Subject:
     """A subject with `constants`, or else the shipped ones.
 
-    Raises `Refused` (H501 to H503, X351) where figures are missing, and for an `imbalance` that none can have (H504).
+    Raises `Refused` (H501 to H503, X351) where figures are missing, and for an `imbalance` that none can have (E107).
     """
     chosen = target_named(target)
     raise_errors([*unpriceable(cluster, workload), *uneven_faults(model, imbalance)])
@@ -137,19 +131,6 @@ def make_subject(
         constants=constants or values(),
         imbalance=imbalance,
     )
-
-
-def uneven_faults(model: ModelSpec, imbalance: float, ranks: float = np.inf) -> list[Fault]:
-    """What forbids that one of `ranks` expert ranks receives `imbalance` times the mean (H504)."""
-    e = model.experts
-    most = 1.0 if e is None else min(ranks, e.count / e.top_k)
-    if 1.0 <= imbalance <= most:
-        return []
-    has = "no experts" if e is None else f"{e.top_k} of {e.count} experts a token"
-    has += "" if e is None or ranks == np.inf else f", over {ranks:g} expert ranks"
-    said = (("--imbalance", f"imbalance = {imbalance:g}"), (model.name, has))
-    hint = "imbalance = 1" if most == 1 else f"imbalance = 1 to {most:g}"
-    return [UNEVEN.fault(f"imbalance = {imbalance:g} is not from 1 to {most:g}", *said, hint=hint)]
 
 
 def unpriceable(cluster: ClusterSpec, workload: Workload) -> list[Fault]:

@@ -118,7 +118,7 @@ def simulate_plan(
     every layer, other replicas in the reduction; of several affected replicas the one that ends last is shown (exact
     unless level 3 gathers in each pass, where it is a lower bound). On a cluster without figures (`local`) and without
     `times`, F = I = W = 1 s. Without `record` the timeline stays empty. Raises `Refused` for a plan that breaks a rule
-    (states too large for the device are only warned of), S402, S403, H502 to H504, X351.
+    (states too large for the device are only warned of), S402, S403, E107, H502, H503, X351.
     """
     setup, found = settled(setup), examine(setup).faults
     raise_errors([f for f in found if f.code != MEMORY.code])

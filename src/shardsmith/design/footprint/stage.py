@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from shardsmith.design.footprint.block import Block, Kept
+from shardsmith.design.footprint.block import Block
 from shardsmith.design.footprint.ends import Embedding, Head, HeadKept
 from shardsmith.design.footprint.gathers import Gate
+from shardsmith.design.footprint.halves import Halves
 from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import INDEX, Sizes
 from shardsmith.design.footprint.tape import Piece, Tape
@@ -21,7 +23,7 @@ class Pass:
     entered: Piece | None = None
     """the input, where it came from another stage: held until its gradient is complete"""
     looked_up: list[Piece] = field(default_factory=list)
-    layers: list[Kept] = field(default_factory=list)
+    layers: list[Any] = field(default_factory=list)
     head: HeadKept | None = None
 
 
@@ -43,7 +45,8 @@ class StageTape:
         self.shared = model.tied and spec.embedding and spec.head
         embedded = table if model.tied else gradients
         self.embedding = Embedding(tape, sizes, embedded, gradients, shared=self.shared) if spec.embedding else None
-        self.blocks = [Block(tape, sizes, gradients, layer) for layer in spec.layers]
+        block = Halves if sizes.halved else Block
+        self.blocks = [block(tape, sizes, gradients, layer) for layer in spec.layers]
         self.head = Head(tape, sizes, gradients, embedded, vocab) if spec.head else None
         turns = model.positions == "rope" and bool(spec.layers)
         self.around = 2 * sizes.length * model.head_dim * sizes.narrow if turns else 0

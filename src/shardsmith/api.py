@@ -421,8 +421,8 @@ DRY_COMPILE = Code(
 )
 DRY_OVERLAP = Code(
     code="X207",
-    title="dry run with overlap inside a layer",
-    because="what overlapped collectives hold while they are under way is in no closed form yet",
+    title="dry run of halves of microbatches",
+    because="what one half holds while the other is computed is in no closed form yet",
 )
 DRY_AXIS = Code(
     code="X209",
@@ -529,9 +529,9 @@ def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
     if plan.compile:
         message = "a compiled block has no operators to follow"
         faults.append(DRY_COMPILE.fault(message, *setup.said("plan.compile"), hint="compile = false"))
-    if plan.overlap:
-        message = "collectives would run beside computation"
-        faults.append(DRY_OVERLAP.fault(message, *setup.said("plan.overlap"), hint="leave overlap out"))
+    if "half_microbatches" in plan.overlap:
+        message = "one half of a microbatch would be sent while the other is computed"
+        faults.append(DRY_OVERLAP.fault(message, *setup.said("plan.overlap"), hint="overlap = chunks"))
     if plan.context > 1 and model.attention_dropout:
         message = f"context = {plan.context} cuts the sequence, and attention drops probabilities"
         said = setup.said("plan.context", "model.attention_dropout")

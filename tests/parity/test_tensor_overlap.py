@@ -40,6 +40,8 @@ TABLE = [
         "halves under ZB-H1",
         "tensor=2,pipeline=2,microbatch=2,schedule=zb_h1,overlap=half_microbatches,sequence_parallel=true",
     ),
+    # A bucket that one half has filled waits for the other one.
+    row("halves, a bucket a matrix", "tensor=2,data=2,zero=2,microbatch=2,overlap=half_microbatches,bucket_mb=0.001"),
     row("chunks under DualPipeV", "tensor=2,pipeline=2,microbatches=5,schedule=dualpipe_v,overlap=chunks"),
     row(
         "all with ZeRO-3",

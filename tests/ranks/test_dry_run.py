@@ -108,9 +108,24 @@ PLANS = {
     "ring in windows, zb_v, full recompute": setup_of(
         "context=2,pipeline=2,schedule=zb_v,recompute=full,microbatch=2", LONG_QWEN, seq_len=256
     ),
+    "sums beside weight gradients, sp, gpipe": setup_of(
+        f"{SP},overlap=weight_gradient,pipeline=2,schedule=gpipe,microbatch=2", LONG, "float32", seq_len=256
+    ),
+    "chunks, full recompute": setup_of(
+        "tensor=2,overlap=chunks,recompute=full,pipeline=2,microbatch=2", LONG, seq_len=256
+    ),
+    "chunks beside weight gradients, sp, selective, zero 3": setup_of(
+        f"{SP},overlap=chunks+weight_gradient,recompute=selective,data=2,zero=3,pipeline=2,microbatch=2",
+        LONG_GPT,
+        "float32",
+        seq_len=256,
+    ),
+    "chunks, sp, zb_h1, zero 1": setup_of(
+        f"{SP},overlap=chunks,data=2,zero=1,pipeline=2,schedule=zb_h1,microbatch=2", LONG, seq_len=256
+    ),
     "reduced in bfloat16, one rank of 2": setup_of("data=2,reduce_dtype=bfloat16,microbatch=4", LLAMA),
 }
-"""Each ZeRO level, schedule, recomputation, and sequence parallelism; dropout, and the context axis."""
+"""Each ZeRO level, schedule, recomputation, and sequence parallelism; dropout, the context axis, and overlap."""
 
 
 def run_dry(setups: list[Setup]) -> list[StepRecord]:
@@ -149,6 +164,9 @@ REAL = {
     ),
     "zero 3, selective": setup_of("data=2,zero=3,pipeline=2,recompute=selective,microbatch=2", GPT, "float32"),
     "context": setup_of("context=4,ulysses=2,zero=2,microbatch=2", LLAMA, "float32", seq_len=128),
+    "overlap": setup_of(
+        f"{SP},overlap=chunks+weight_gradient,data=2,zero=1,microbatch=2", LLAMA, "float32", seq_len=128
+    ),
     "dropout": setup_of(f"{SP},pipeline=2,recompute=full,microbatch=2", DROPS, "float32"),
 }
 
@@ -240,7 +258,7 @@ def test_the_verb_prints_both_sides() -> None:
 REFUSED: dict[str, tuple[str, ...]] = {
     "X204": ("--plan", "tensor=2", "--rank", "2"),
     "X205": ("--plan", "compile=true"),
-    "X207": ("--plan", "tensor=2,overlap=weight_gradient"),
+    "X207": ("--plan", "tensor=2,overlap=half_microbatches,microbatch=2"),
     "T203": ("--plan", "tensor=3"),
 }
 

@@ -177,7 +177,7 @@ def test_real_ranks_with_experts_do_what_the_dry_run_finds(name: str, real: list
     found = api.dryrun(setup, imbalance=imbalance, timeout_s=150)
     peak, record = real[0][list(REAL).index(name)]
     assert set(record.collectives) == set(found.fullest.run.collectives)
-    assert abs(found.fullest.run.peak / peak - 1.0) < 0.05, f"dry {found.fullest.run.peak}, real {peak}"
+    assert abs(found.fullest.run.peak / peak - 1.0) < 0.01, f"dry {found.fullest.run.peak}, real {peak}"
 
 
 def routing(line: str, model: ModelSpec, rank: int = 0, imbalance: float = 1.0) -> StatedRouting:

@@ -120,6 +120,8 @@ class Batch:
     """Share of that second gather that may run under the products that make input gradients."""
     early_stop: Array = field(default_factory=lambda: np.zeros(1))
     """1 where recomputation ends with the last value that backward needs: without the layer's last product."""
+    dropout: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where what attention and the MLP add is dropped in part: a mask of a byte an element is kept of each."""
     synchronous: Array = field(default_factory=lambda: np.zeros(1))
     """1 where every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1): host time adds up instead of hiding."""
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.layouts import Layouts
-from shardsmith.design.cost.memory import kept_per_layer
+from shardsmith.design.cost.memory import dropout_masks, kept_per_layer
 from shardsmith.design.cost.schedules import in_flight
 from shardsmith.design.cost.subject import Subject
 from shardsmith.plan.precision import Precision
@@ -83,6 +83,7 @@ def held(s: Subject, p: Layouts, b: Batch, kinds: Precision, share: Share) -> He
     at_once = np.where(p.chunk > 0, np.minimum(p.chunk, tokens), tokens)
     logits = share.head * at_once * np.ceil(s.model.vocab / p.tensor) * (width + 8.0)
     hidden = tokens * s.model.hidden * width / np.where(p.sequence_parallel > 0, p.tensor, 1.0)
+    embedded = share.embedding * (hidden + float(s.model.dropout > 0) * hidden / width)
     mean = layer / np.maximum(count, 1.0)
     routed_layer = routed / np.maximum(share.sparse, 1.0)
     gathered = np.where(
@@ -98,7 +99,7 @@ def held(s: Subject, p: Layouts, b: Batch, kinds: Precision, share: Share) -> He
     )
     parts = (
         gathered * param,
-        flight * (count * kept + (share.embedding + share.head) * hidden) + again,
+        flight * (count * kept + embedded + share.head * hidden) + again,
         logits,
         np.broadcast_to(largest * param + buckets, p.data.shape) + hidden,
     )
@@ -143,7 +144,9 @@ def kept_layer(s: Subject, p: Layouts, b: Batch) -> tuple[Array, Array]:
     """Bytes a microbatch keeps in the mean layer for backward, as recomputed and in full, experts included."""
     width = _bytes(s) / 2.0
     kept, full = kept_per_layer(b)
-    kept, full = kept * b.halves * width, full * b.halves * width
+    masks = dropout_masks(b) * (1.0 - width)
+    kept, full = kept * width + (1.0 - b.recompute_layer) * masks, full * width + masks
+    kept, full = kept * b.halves, full * b.halves
     e = s.model.experts
     if e is None:
         return kept, full

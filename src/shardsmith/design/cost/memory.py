@@ -100,7 +100,8 @@ def kept_per_layer(b: Batch) -> tuple[Array, Array]:
     """Bytes a microbatch keeps in one layer for backward, with the recomputation asked for and without any.
 
     16 bits an element: inputs of both norms and of what follows them, q, k, v, attention output, the inputs
-    of the activation and of the last product. Unfused attention adds scores, probabilities and masks.
+    of the activation and of the last product. Unfused attention adds scores, probabilities and masks, dropout a mask
+    of a byte an element of what either half of the layer adds.
     """
     split = np.where(b.sequence_parallel > 0, b.tensor, 1.0)
     wide = b.tokens * b.hidden * 2.0 / split
@@ -108,10 +109,16 @@ def kept_per_layer(b: Batch) -> tuple[Array, Array]:
     inner = 2.0 * b.tokens * products / b.tensor
     scores = 5.0 * b.rows * b.seq_len * (b.seq_len / b.context) * b.heads / b.tensor
     scores = np.where((b.flash > 0) | (b.recompute_attention > 0), 0.0, scores)
-    full = 4.0 * wide + inner + scores
-    operators = 2.0 * wide + 0.5 * inner + 2.0 * b.tokens * b.heads * b.head_dim / b.tensor
+    masks = dropout_masks(b)
+    full = 4.0 * wide + inner + scores + masks
+    operators = masks + 2.0 * wide + 0.5 * inner + 2.0 * b.tokens * b.heads * b.head_dim / b.tensor
     kept = np.where(b.recompute_gemm > 0, operators, full)
     return b.recompute_layer * wide + (1.0 - b.recompute_layer) * kept, full
+
+
+def dropout_masks(b: Batch) -> Array:
+    """Bytes of the masks that a layer keeps of what attention and the MLP add: one an element, whatever the dtype."""
+    return 2.0 * b.dropout * b.tokens * b.hidden / np.where(b.sequence_parallel > 0, b.tensor, 1.0)
 
 
 def peak(b: Batch, s: StateBytes) -> Array:

@@ -274,7 +274,9 @@ def _software(s: Subject) -> dict[str, float]:
     generation = facts.generation if facts.generation != "other" else "ampere"
     share = attention_share(kernel, generation)
     return {
-        "flash": float(t.attention != "unfused"),
+        # The engine's own attention drops probabilities by masks with names, which no fused kernel takes.
+        "flash": float(t.attention != "unfused" and not (t.name == "shardsmith" and s.model.attention_dropout)),
+        "dropout": float(s.model.dropout > 0),
         "attention_forward": share,
         "attention_backward": share,
         "loss_bytes": t.loss_bytes,

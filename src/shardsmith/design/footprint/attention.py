@@ -85,7 +85,7 @@ class Products:
         tape.free(attended.out)
         by_v, by_left = tape.new(s.queries), tape.new(self._square)
         tape.free(left, v, grad)
-        by_shares = drops.dropped_backward(tape, mask, by_left)
+        by_shares = drops.dropped_backward(tape, mask, by_left, self._square)
         by_scores = tape.new(self._square)
         tape.free(by_shares, shares)
         scaled = tape.new(self._square)

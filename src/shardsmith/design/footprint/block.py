@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from shardsmith.design.footprint import drops
+from shardsmith.design.footprint import chunks, drops
 from shardsmith.design.footprint.attention import Attended, Attention, Fused, Products, Three
-from shardsmith.design.footprint.experts import Mixture, Routed, Rows
+from shardsmith.design.footprint.experts import Routed
 from shardsmith.design.footprint.latent import Latents, LatentTape
 from shardsmith.design.footprint.norms import Norm
-from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.ring import Ring
 from shardsmith.design.footprint.sizes import Sizes
 from shardsmith.design.footprint.tape import Piece, Tape
 
 Later = list[Callable[[], object]]
 """Weight gradients that are put off: each frees what it was kept for."""
+
+
+Arriving = tuple[Piece | None, list[Piece]]
+"""An input gradient, None where it comes in chunks; and what is sent of it."""
+
+Behind = tuple[Arriving, tuple[Piece, Piece]]
+"""What comes back to a norm: the gradient of its output; and its input and scale."""
 
 
 @dataclass
@@ -47,32 +54,33 @@ class Kept:
     """the shared expert's output and its gate, where it has one"""
 
 
+class Arrivals(Protocol):
+    """Where gradients of a stage arrive (`Gradients`)."""
+
+    def product(self, name: str) -> None:
+        """The weight gradient of a product."""
+
+    def accumulated(self, name: str) -> None:
+        """A gradient that autograd makes and hands over."""
+
+
 class Block:
-    """A layer of stage `gradients`, its weights named `layers.INDEX...`; those of experts are in `routed`.
+    """A layer of stage `gradients`, its weights named `layers.INDEX...`.
 
     What stays as long as the graph of a pass is added to `graph`, for the stage to free.
     """
 
-    def __init__(
-        self, tape: Tape, sizes: Sizes, gradients: Gradients, routed: Gradients | None, rows: Rows | None, layer: int
-    ) -> None:
+    def __init__(self, tape: Tape, sizes: Sizes, gradients: Arrivals, layer: int) -> None:
         self.tape, self.sizes, self.gradients, self.layer = tape, sizes, gradients, layer
         self.model, self.recompute = sizes.setup.model, sizes.setup.plan.recompute
         self.graph: list[Piece] = []
-        self.mixture: Mixture | None = None
         self.mlp, self.inner = "mlp", sizes.inner
-        if self.model.is_sparse(layer):
-            assert self.model.experts is not None, "a sparse layer has experts"
-            assert routed is not None, "a stage with a sparse layer has experts"
-            assert rows is not None, "rows of experts are stated"
-            self.mixture = Mixture(tape, sizes, gradients, routed, rows, layer)
-            self.mlp, self.inner = "mlp.shared", sizes.shared
         self.latent = LatentTape(tape, sizes, gradients, layer) if self.model.latent else None
+        self.values = sizes.queries if self.latent is None else self.latent.values
         fused = self.model.norm == "layernorm"
         wide, narrow = sizes.wide, sizes.narrow
         self.attention = _attention(tape, sizes)
         self.norm = Norm(rows=sizes.rows, width=self.model.hidden, narrow=narrow, wide=wide, fused=fused)
-        self.values = sizes.queries if self.latent is None else self.latent.values
         self.q_norm, self.k_norm = (
             Norm(rows=sizes.all_rows * heads, width=self.model.head_dim, narrow=narrow, wide=wide, fused=False)
             for heads in (sizes.heads, sizes.kv_heads)
@@ -83,13 +91,11 @@ class Block:
         kept, out = self._forward(x)
         assert out is not None, "the layer runs to its end"
         if self.recompute == "full":
-            self._drop(kept)
+            self.drop(kept)
             kept = Kept(x=x, routed=kept.routed)
         elif self.recompute == "selective":
             self.tape.free(*kept.entering, kept.inner)
             kept.entering, kept.inner = [], None
-            if self.mixture is not None and kept.routed is not None:
-                self.mixture.forget_inner(kept.routed)
         if around is not None:
             kept.around = self.tape.hold(around)
         return out, kept
@@ -99,46 +105,52 @@ class Block:
 
         Weight gradients are computed on the way, or put off into `later`.
         """
-        around, full, dense = kept.around, None, self.mixture is None
+        around, full = kept.around, None
         if self.recompute == "full":
             # Whatever is asked for first makes the layer again: a mask, or else the last product's input.
-            full = self._leave_backward(grad, kept) if dense and not self.model.dropout else None
-            self.graph += kept.routed.route if kept.routed is not None else []
-            kept, _ = self._forward(kept.x, stop=True)
+            full = None if self.model.dropout else self._mlp_left(grad, kept)
+            kept = self._made_again(kept)
             kept.around = around
-            if self.mixture is not None and kept.routed is not None:
-                self.mixture.reroute(kept.routed)
-        if self.mixture is not None:
-            by_inner = self._mixture_backward(kept, self.mixture, self._undropped(kept, grad), later)
-        else:
-            by_inner = self._mlp_backward(kept, full or self._leave_backward(grad, kept), later)
-        grad = self._norm_backward(2, grad, *by_inner)
-        full = self._leave_backward(grad, kept)
-        return self._norm_backward(1, grad, *self._attention_backward(kept, full, later))
+        full = full or self._mlp_left(grad, kept)
+        grad = self.norm_backward(2, grad, self.mlp_backward(kept, full, later))
+        full = self.leave_backward(grad, kept, "attention.o" if self.model.output_bias else None)
+        return self.norm_backward(1, grad, self.attention_backward(kept, full, later))
+
+    def _made_again(self, kept: Kept) -> Kept:
+        """What is kept of a layer of which there was only the input."""
+        return self._forward(kept.x, stop=True)[0]
 
     def _forward(self, x: Piece, *, stop: bool = False) -> tuple[Kept, Piece | None]:
         """With `stop`, what recomputation needs: up to the last product, but not its closing sum."""
-        tape, s, kept = self.tape, self.sizes, Kept(x=x)
+        tape, kept = self.tape, Kept(x=x)
+        attended = self.attend(kept, x)
+        left = self._left(self.values, self.model.output_bias)
+        tape.free(*attended.loose)
+        out = self._second_half(kept, self.residual(self.dropped(kept, left)), stop=stop and not self.model.dropout)
+        if out is None:
+            return kept, None
+        out = self.dropped(kept, out)
+        if stop:
+            tape.free(out)
+            return kept, None
+        return kept, self.residual(out)
+
+    def _second_half(self, kept: Kept, x: Piece, *, stop: bool) -> Piece | None:
+        """Norm and MLP; None where they `stop` ahead of the closing sum."""
+        s = self.sizes
+        self.activate(kept, x)
+        if stop:
+            self.tape.free(chunks.left(self.tape, s, s.inner) if s.chunked else self.tape.new(s.gathered))
+            return None
+        return self._left(s.inner, self.model.mlp_bias)
+
+    def attend(self, kept: Kept, x: Piece) -> Attended:
+        """Norm and attention, up to the product that leaves it."""
         self._norm(kept, x)
         kept.attention = self.attention.forward(self._projected(kept))
-        if self.values != s.queries:
-            kept.cut = tape.new(self.values)
-        left = self._left(self.model.output_bias)
-        tape.free(*kept.attention.loose)
-        x = self._residual(self._dropped(kept, left))
-        self._norm(kept, x)
-        if self.mixture is not None:
-            left = self._mixture_forward(kept, self.mixture)
-        else:
-            self._mlp_forward(kept)
-            if stop and not self.model.dropout:
-                tape.free(tape.new(s.gathered))
-                return kept, None
-            left = self._left(self.model.mlp_bias)
-        if stop:
-            tape.free(self._dropped(kept, left))
-            return kept, None
-        return kept, self._residual(self._dropped(kept, left))
+        if self.values != self.sizes.queries:
+            kept.cut = self.tape.new(self.values)
+        return kept.attention
 
     def _projected(self, kept: Kept) -> Three:
         """Queries, keys and values as attention takes them."""
@@ -146,9 +158,7 @@ class Block:
         if self.latent is not None:
             kept.latents, qkv = self.latent.forward()
             return qkv
-        full = self._gathered(kept.entering[0])
-        q, k, v = tape.new(s.queries), tape.new(s.keys), tape.new(s.keys)
-        tape.free(full)
+        q, k, v = self._entered(kept.entering[0], [s.queries, s.keys, s.keys])
         if self.model.qk_norm:
             (q2, q_scale), (k2, k_scale) = self.q_norm.forward(tape), self.k_norm.forward(tape)
             kept.raw = [(q, q_scale), (k, k_scale)]
@@ -159,95 +169,42 @@ class Block:
             q, k = turned
         return q, k, v
 
-    def _mlp_forward(self, kept: Kept) -> None:
-        """Up to the product that leaves."""
-        full = self._gathered(kept.entering[1])
-        kept.mlp = [self.tape.new(self.inner) for _ in range(1 + self.model.gated)]
-        self.tape.free(full)
+    def activate(self, kept: Kept, x: Piece) -> None:
+        """Norm and MLP, up to the product that leaves it."""
+        self._norm(kept, x)
+        self._mlp_entered(kept)
+
+    def _mlp_entered(self, kept: Kept) -> None:
+        kept.mlp = self._entered(kept.entering[1], [self.inner] * (1 + self.model.gated))
         kept.inner = self.tape.new(self.inner)
-
-    def _mixture_forward(self, kept: Kept, mixture: Mixture) -> Piece:
-        """A mixture of experts, its shared expert beside the dispatch."""
-        tape, spec = self.tape, mixture.spec
-        kept.routed = mixture.send(kept.entering[1])
-        shared: Piece | None = None
-        if spec.shared_ffn:
-            self._mlp_forward(kept)
-            shared = self._left(self.model.mlp_bias)
-            if spec.shared_gate:
-                kept.shared = [shared, tape.new(self.sizes.rows * self.sizes.narrow)]
-                shared = tape.new(self.sizes.hidden)
-        else:
-            tape.free(kept.entering.pop())  # the router holds it
-        out = mixture.compute(kept.routed)
-        if shared is None:
-            return out
-        both = tape.new(self.sizes.hidden)
-        tape.free(out, shared)
-        return both
-
-    def _mixture_backward(
-        self, kept: Kept, mixture: Mixture, grad: Piece, later: Later | None
-    ) -> tuple[Piece, Piece, Piece]:
-        """Back through a mixture of experts: the gradient of its input, and what the norm ahead kept.
-
-        `grad` is taken over.
-        """
-        tape, s, routed = self.tape, self.sizes, kept.routed
-        assert routed is not None, "a layer that routed"
-        shared = tape.hold(grad) if mixture.spec.shared_ffn else None
-        travelling = mixture.back(routed, grad, later)
-        found: Piece | None = None
-        if shared is not None:
-            found = self._shared_backward(kept, shared, later)
-        by_routed = mixture.home(routed, travelling, self._again)
-        self.graph += routed.route
-        if found is None:
-            return by_routed, *kept.norms[1]
-        both = tape.new(s.hidden)
-        tape.free(found, by_routed)
-        return both, *kept.norms[1]
-
-    def _shared_backward(self, kept: Kept, grad: Piece, later: Later | None) -> Piece:
-        """Back through the shared expert, and its gate; `grad` is taken over."""
-        tape, s = self.tape, self.sizes
-        gated = None
-        if kept.shared:
-            ungated = tape.new(s.hidden)
-            tape.free(tape.new(s.hidden), *kept.shared)
-            gated = tape.new(s.hidden)
-            if not kept.entering:
-                tape.free(self._again())
-            self.gradients.accumulated(self._name("mlp.shared_gate") + ".weight")
-            tape.free(grad)
-            grad = ungated
-        full = self._spread(grad)
-        found, _, _ = self._mlp_backward(kept, full, later)
-        if gated is not None:
-            both = tape.new(s.hidden)
-            tape.free(found, gated)
-            found = both
-        return found
 
     def _norm(self, kept: Kept, x: Piece) -> None:
         out, scale = self.norm.forward(self.tape)
         kept.norms.append((x, scale))
         kept.entering.append(out)
 
-    def _left(self, bias: bool) -> Piece:
-        """What leaves a row-parallel product: summed over the tensor ranks, then its bias."""
-        out = self.tape.new(self.sizes.gathered)
-        if self.sizes.scattered:
-            part = self.tape.new(self.sizes.hidden)
-            self.tape.free(out)
-            out = part
-        if bias:
-            biased = self.tape.new(self.sizes.hidden)
-            self.tape.free(out)
-            out = biased
-        return out
+    def _left(self, given: int, bias: bool) -> Piece:
+        """What leaves a row-parallel product of `given` bytes: summed over the tensor ranks, then its bias."""
+        if self.sizes.chunked:
+            return self.biased(chunks.left(self.tape, self.sizes, given), bias)
+        out, sent = self.started()
+        self.tape.free(sent)
+        return self.biased(out, bias)
 
-    def _dropped(self, kept: Kept, left: Piece) -> Piece:
+    def started(self) -> tuple[Piece, Piece | None]:
+        """What leaves a row-parallel product, on its way; and what is sent, where that is not it itself."""
+        full = self.tape.new(self.sizes.gathered)
+        return (self.tape.new(self.sizes.hidden), full) if self.sizes.scattered else (full, None)
+
+    def biased(self, out: Piece, bias: bool) -> Piece:
+        """With a bias added, where there is one."""
+        if not bias:
+            return out
+        biased = self.tape.new(self.sizes.hidden)
+        self.tape.free(out)
+        return biased
+
+    def dropped(self, kept: Kept, left: Piece) -> Piece:
         """What a block half adds to its input, some of it dropped."""
         if not self.model.dropout:
             return left
@@ -256,37 +213,65 @@ class Block:
         kept.drops.append(mask)
         return out
 
-    def _residual(self, added: Piece) -> Piece:
+    def residual(self, added: Piece) -> Piece:
+        """The residual stream with what a block half adds, which is taken over."""
         out = self.tape.new(self.sizes.hidden)
         self.tape.free(added)
         return out
 
-    def _gathered(self, entering: Piece) -> Piece:
-        """The input of a column-parallel product, of all tokens."""
-        return self.tape.new(self.sizes.gathered) if self.sizes.scattered else self.tape.hold(entering)
+    def _entered(self, entering: Piece, outs: list[int]) -> list[Piece]:
+        """Column-parallel products of all tokens."""
+        tape, s = self.tape, self.sizes
+        if s.scattered and s.chunked:
+            return chunks.entered(tape, s, outs)
+        full = tape.new(s.gathered) if s.scattered else tape.hold(entering)
+        made = [tape.new(size) for size in outs]
+        tape.free(full)
+        return made
 
-    def _leave_backward(self, grad: Piece, kept: Kept) -> Piece:
-        """The gradient of a row-parallel product; `grad` stays with the residual stream."""
-        return self._spread(self._undropped(kept, grad))
+    def _mlp_left(self, grad: Piece, kept: Kept) -> Piece:
+        return self.leave_backward(grad, kept, "mlp.down" if self.model.mlp_bias else None)
 
-    def _undropped(self, kept: Kept, grad: Piece) -> Piece:
-        """The gradient of what a block half adds to its input; `grad` stays with the residual stream."""
-        own = self.tape.hold(grad)
-        return drops.dropped_backward(self.tape, kept.drops.pop(), own) if kept.drops else own
+    def leave_backward(self, grad: Piece, kept: Kept, biased: str | None) -> Piece:
+        """The gradient of a row-parallel product (or `biased` one), unless it is gathered by chunks.
 
-    def _spread(self, grad: Piece) -> Piece:
-        """`grad` [rows, hidden], which is taken over, for all tokens."""
-        if not self.sizes.scattered:
-            return grad
-        full = self.tape.new(self.sizes.gathered)
-        self.tape.free(grad)
+        `grad` stays with the residual stream.
+        """
+        tape = self.tape
+        own = tape.hold(grad)
+        if kept.drops:
+            own = drops.dropped_backward(tape, kept.drops.pop(), own, self.sizes.hidden)
+        return self._spread(own, biased)
+
+    def _spread(self, own: Piece, biased: str | None) -> Piece:
+        tape = self.tape
+        if biased is not None:
+            self.gradients.accumulated(self._name(biased) + ".bias")
+        if not self.sizes.scattered or self.sizes.chunked:
+            return own
+        full = tape.new(self.sizes.gathered)
+        tape.free(own)
         return full
 
-    def _norm_backward(self, number: int, grad: Piece, inner: Piece, x: Piece, scale: Piece) -> Piece:
+    def _row_parallel_backward(self, name: str, inner: Piece, full: Piece, later: Later | None) -> Piece:
+        """The gradient of a product's input `inner`, which is taken over with the gradient `full` of its output."""
+        own = None
+        if self.sizes.scattered and self.sizes.chunked:
+            own = full
+            full, grad = chunks.left_backward(self.tape, self.sizes, inner.size)
+        else:
+            grad = self.tape.new(inner.size)
+        self._weights([name], [inner], [full], later, bias=False)
+        self.tape.free(own)
+        return grad
+
+    def norm_backward(self, number: int, grad: Piece, behind: Behind) -> Piece:
         """Back through a norm; its input gradient is added to `grad`, which came around half the block.
 
         Gains come last: autograd hands them over when all else has arrived.
         """
+        (inner, sent), (x, scale) = behind
+        inner = self._arrived(inner, sent)
         by_norm = self.norm.backward(self.tape)
         self.tape.free(inner, x, scale)
         out = self.tape.new(self.sizes.hidden)
@@ -295,11 +280,15 @@ class Block:
             self.gradients.accumulated(f"{self._name(f'norm{number}')}.{kind}")
         return out
 
-    def _mlp_backward(self, kept: Kept, full: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
+    def mlp_backward(self, kept: Kept, full: Piece, later: Later | None, *, apart: bool = False) -> Behind:
+        """Back through the MLP; `apart`: the rows of the gradient `full` of its output do not lie together."""
         tape = self.tape
         inner = kept.inner or tape.new(self.inner)
-        grad = tape.new(self.inner)
-        self._weights([f"{self.mlp}.down"], [inner], [full], later, bias=self.model.mlp_bias, sums=True)
+        if apart:
+            rows = tape.new(self.sizes.hidden)
+            tape.free(full)
+            full = rows
+        grad = self._row_parallel_backward(f"{self.mlp}.down", inner, full, later)
         if self.model.gated:
             product = tape.new(self.inner)
             by_gate = tape.new(self.inner)
@@ -311,12 +300,12 @@ class Block:
         names = [f"{self.mlp}.{part}" for part in (("gate", "up") if self.model.gated else ("up",))]
         return self._entering_backward(kept, 1, names, grads, later, bias=self.model.mlp_bias)
 
-    def _attention_backward(self, kept: Kept, full: Piece, later: Later | None) -> tuple[Piece, Piece, Piece]:
+    def attention_backward(self, kept: Kept, full: Piece, later: Later | None) -> Behind:
+        """Back through attention, from the gradient `full` of its output."""
         tape, s = self.tape, self.sizes
         assert kept.attention is not None, "the layer has attended"
-        grad = tape.new(self.values)
         left = kept.cut or tape.hold(kept.attention.out)
-        self._weights(["attention.o"], [left], [full], later, bias=self.model.output_bias, sums=True)
+        grad = self._row_parallel_backward("attention.o", left, full, later)
         if kept.cut is not None:
             padded = tape.new(s.queries)
             tape.free(grad)
@@ -327,7 +316,7 @@ class Block:
             entering = kept.entering[0] if kept.entering else self._again()
             by_latent = self.latent.backward(kept.latents, entering, grads, later, self._weights)
             tape.free(kept.around)
-            return by_latent, *kept.norms[0]
+            return (by_latent, []), kept.norms[0]
         if self.model.positions == "rope":
             for at, size in ((1, s.keys), (0, s.queries)):
                 turned = tape.new(size)
@@ -345,17 +334,29 @@ class Block:
 
     def _entering_backward(
         self, kept: Kept, at: int, names: list[str], grads: list[Piece], later: Later | None, *, bias: bool
-    ) -> tuple[Piece, Piece, Piece]:
+    ) -> Behind:
         """Back through column-parallel products: the gradient of their input, and what the norm ahead kept."""
         tape, s = self.tape, self.sizes
         entering = kept.entering[at] if kept.entering else self._again()
-        grad = tape.new(s.gathered)
-        if s.scattered:
-            part = tape.new(s.hidden)
-            tape.free(grad)
-            grad = part
-        self._weights(names, [entering], grads, later, bias=bias, sums=False)
-        return grad, *kept.norms[at]
+        again = tape.new(s.gathered) if s.scattered and s.beside and later is None else None
+        found = self._input_gradient([g.size for g in grads])
+        if not s.beside:
+            found = self._arrived(*found), []
+        self._weights(names, [entering], grads, later, bias=bias, again=again, gathers=s.scattered)
+        return found, kept.norms[at]
+
+    def _input_gradient(self, grads: list[int]) -> Arriving:
+        """From output gradients of sizes `grads`, summed over the tensor ranks; and what is sent (None: in chunks)."""
+        if self.sizes.chunked:
+            return None, chunks.entered_backward(self.tape, self.sizes, grads)
+        full = self.tape.new(self.sizes.gathered)
+        return (self.tape.new(self.sizes.hidden), [full]) if self.sizes.scattered else (full, [])
+
+    def _arrived(self, grad: Piece | None, sent: list[Piece]) -> Piece:
+        """The gradient, complete, from chunks where there is none yet."""
+        whole = grad or self.tape.new(self.sizes.hidden)
+        self.tape.free(*sent)
+        return whole
 
     def _again(self) -> Piece:
         """The output of a norm, made again."""
@@ -364,15 +365,23 @@ class Block:
         return out
 
     def _weights(
-        self, names: list[str], inputs: list[Piece], grads: list[Piece], later: Later | None, *, bias: bool, sums: bool
+        self,
+        names: list[str],
+        inputs: list[Piece],
+        grads: list[Piece],
+        later: Later | None,
+        *,
+        bias: bool,
+        again: Piece | None = None,
+        gathers: bool = False,
     ) -> None:
         """Weight gradients of products of one input; frees it and the output gradients, now or when they are due.
 
-        A product that leaves through a sum (`sums`) has its whole input here, others gather it.
+        Where it `gathers` the input is gathered, unless it is there `again` already.
         """
 
         def compute() -> None:
-            full = self.tape.new(self.sizes.gathered) if self.sizes.scattered and not sums else None
+            full = self.tape.new(self.sizes.gathered) if gathers and again is None else again
             for name in names:
                 self.gradients.product(self._name(name) + ".weight")
             self.tape.free(full, *inputs, *grads)
@@ -387,18 +396,24 @@ class Block:
     def _name(self, part: str) -> str:
         return f"layers.{self.layer}.{part}"
 
-    def _drop(self, kept: Kept) -> None:
+    def drop(self, kept: Kept) -> None:
         """Let go of everything but the layer's input."""
-        (_, scale), (x2, scale2) = kept.norms
+        self.drop_attention(kept)
+        (_, _), (x, _) = kept.norms
+        self.drop_mlp(kept)
+        self.tape.free(x, *kept.drops)
+
+    def drop_attention(self, kept: Kept) -> None:
+        """Let go of what attention was made from, but for the layer's input."""
+        assert kept.attention is not None, "the layer has attended"
         raw = [piece for pair in kept.raw for piece in pair]
         if self.latent is not None and kept.latents is not None:
             self.latent.forget(kept.latents)
-        if self.mixture is not None and kept.routed is not None:
-            self.mixture.forget(kept.routed)
-        assert kept.attention is not None, "the layer has attended"
-        attended = [kept.attention.out, *kept.attention.kept, kept.cut]
-        self.tape.free(scale, x2, scale2, *kept.entering, *raw, *attended, *kept.mlp, kept.inner, *kept.drops)
-        self.tape.free(*kept.shared)
+        self.tape.free(kept.norms[0][1], kept.entering[0], *raw, kept.attention.out, *kept.attention.kept, kept.cut)
+
+    def drop_mlp(self, kept: Kept) -> None:
+        """Let go of what the MLP was made from, but for its input."""
+        self.tape.free(kept.norms[1][1], *kept.entering[1:], *kept.mlp, kept.inner)
 
 
 def _attention(tape: Tape, sizes: Sizes) -> Attention:

@@ -25,10 +25,10 @@ def dropped(tape: Tape, rows: int, width: int, size: int) -> tuple[Piece, Piece]
     return out, kept
 
 
-def dropped_backward(tape: Tape, kept: Piece, grad: Piece) -> Piece:
-    """The gradient ahead of the dropout; takes over one hold of `grad`, and the mask."""
-    left = tape.new(grad.size)
+def dropped_backward(tape: Tape, kept: Piece, grad: Piece, size: int) -> Piece:
+    """The gradient of `size` bytes ahead of the dropout; takes over one hold of `grad`, and the mask."""
+    left = tape.new(size)
     tape.free(kept, grad)
-    scaled = tape.new(grad.size)
+    scaled = tape.new(size)
     tape.free(left)
     return scaled

@@ -55,7 +55,7 @@ class Embedding:
         tape, s = self.tape, self.sizes
         if self.drops:
             *kept, mask = kept
-            grad = drops.dropped_backward(tape, mask, grad)
+            grad = drops.dropped_backward(tape, mask, grad, s.hidden)
         if self.learned:
             summed = tape.new(self.places) if s.sequences > 1 else None
             self.positions.accumulated("position.weight")
@@ -149,20 +149,27 @@ class Head:
             grad = tape.new(s.all_rows * self.vocab * s.narrow)
             tape.free(exponentials)
         tape.free(*rest)
-        out = self._scattered(tape.new(s.gathered))
+        again = self._gathered() if s.beside else None
+        sent = tape.new(s.gathered)
+        out = tape.new(s.hidden) if s.scattered else tape.hold(sent)
+        if not s.beside:
+            tape.free(sent)
 
         def compute() -> Piece | None:
-            full = self._gathered()
+            full = again or self._gathered()
             table = tape.new(self._table) if apart else None
             if not apart:
                 self.table.product(self.name)
             tape.free(full, grad, kept.entering)
             return table
 
-        if later is None:
-            return out, compute()
-        later.append(compute)
-        return out, None
+        if later is not None:
+            later.append(compute)
+            return out, None
+        made = compute()
+        if s.beside:
+            tape.free(sent)
+        return out, made
 
     def _scattered(self, full: Piece) -> Piece:
         if not self.sizes.scattered:

@@ -8,18 +8,31 @@ from typing import Protocol
 
 from shardsmith.design.footprint.attention import Three
 from shardsmith.design.footprint.norms import Norm
-from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import Sizes
 from shardsmith.design.footprint.tape import Piece, Tape
 
 Later = list[Callable[[], object]]
 
 
+class Arrivals(Protocol):
+    """Where gradients arrive that autograd makes (`Gradients`)."""
+
+    def accumulated(self, name: str) -> None:
+        """See `Gradients`."""
+
+
 class Weights(Protocol):
     """`Block._weights`: the weight gradients of products of one input."""
 
     def __call__(
-        self, names: list[str], inputs: list[Piece], grads: list[Piece], later: Later | None, *, bias: bool, sums: bool
+        self,
+        names: list[str],
+        inputs: list[Piece],
+        grads: list[Piece],
+        later: Later | None,
+        *,
+        bias: bool,
+        gathers: bool = ...,
     ) -> None:
         """See `Block`."""
 
@@ -39,7 +52,7 @@ class Latents:
 class LatentTape:
     """The way from hidden states to queries, keys and values of this rank's heads, and back."""
 
-    def __init__(self, tape: Tape, sizes: Sizes, gradients: Gradients, layer: int) -> None:
+    def __init__(self, tape: Tape, sizes: Sizes, gradients: Arrivals, layer: int) -> None:
         self.tape, self.sizes, self.gradients = tape, sizes, gradients
         model = sizes.setup.model
         assert model.latent is not None, "only for latent attention"
@@ -90,7 +103,7 @@ class LatentTape:
         queries = tape.new(s.queries)
         tape.free(q, turned)
         by_latent = [tape.new(s.all_rows * self.spec.kv_rank * s.narrow)]
-        weights(["attention.kv_up"], [tape.hold(kept.entered)], [up], later, bias=False, sums=True)
+        weights(["attention.kv_up"], [tape.hold(kept.entered)], [up], later, bias=False)
         direct: Piece | None = None
         if self.spec.q_rank is None:
             direct = tape.new(s.gathered)
@@ -98,10 +111,10 @@ class LatentTape:
                 part = tape.new(s.hidden)
                 tape.free(direct)
                 direct = part
-            weights(["attention.q"], [tape.hold(entering)], [queries], later, bias=False, sums=False)
+            weights(["attention.q"], [tape.hold(entering)], [queries], later, bias=False, gathers=s.scattered)
         else:
             by_latent.append(tape.new(s.all_rows * self.spec.q_rank * s.narrow))
-            weights(["attention.q"], [tape.hold(kept.entered)], [queries], later, bias=False, sums=True)
+            weights(["attention.q"], [tape.hold(kept.entered)], [queries], later, bias=False)
         tape.free(kept.entered)
         entered = tape.new(s.all_rows * self.width * s.narrow)
         tape.free(*by_latent, key)
@@ -142,7 +155,7 @@ class LatentTape:
         tape.free(grad, by_norm.pop())
         out = tape.new(s.hidden)
         names = ["attention.kv_down", *(["attention.q_down"] if self.spec.q_rank else [])]
-        weights(names, [entering], [together, *by_norm], later, bias=False, sums=True)
+        weights(names, [entering], [together, *by_norm], later, bias=False)
         if direct is not None:
             both = tape.new(s.hidden)
             tape.free(out, direct)

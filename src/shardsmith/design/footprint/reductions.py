@@ -65,9 +65,9 @@ class Gradients:
         for bucket in self.buckets:
             bucket.waiting, bucket.flushed = set(bucket.names), False
 
-    def product(self, name: str) -> None:
-        """The weight gradient of a product: added in place, or made first."""
-        self._arrive(name, made=not self.direct)
+    def product(self, name: str, *, last: bool = True) -> None:
+        """The weight gradient of a product: added in place, or made first; not the `last` one leaves it incomplete."""
+        self._arrive(name, made=not self.direct, last=last)
 
     def stack(self, name: str, *, made: bool) -> None:
         """The gradients of stacked experts: `made` at once and then added, or added expert by expert."""
@@ -110,7 +110,7 @@ class Gradients:
         kept = sum(data_rows(shape[0], self.shards, index)[1] * prod(shape[1:]) for shape in shapes)
         return _Bucket(names=names, whole=self.shards * part, part=part, kept=kept)
 
-    def _arrive(self, name: str, *, made: bool) -> None:
+    def _arrive(self, name: str, *, made: bool, last: bool = True) -> None:
         bucket = self._place.get(name)
         if bucket is None:
             return  # a tensor of no elements
@@ -120,7 +120,7 @@ class Gradients:
         if self.streams and self.shapes[name][0] % self.shards:
             padded = chunk_elements([self.shapes[name]], self.shards) * self.shards * self.reduce
             self.tape.free(self.tape.new(padded))
-        if self._armed:
+        if self._armed and last:
             bucket.waiting.discard(name)
             self._flush()
         self.tape.free(gradient)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from shardsmith.design.footprint.block import Block, Kept
+from shardsmith.design.footprint.block import Block
 from shardsmith.design.footprint.ends import Embedding, Head, HeadKept
 from shardsmith.design.footprint.experts import Rows
 from shardsmith.design.footprint.gathers import Gate
+from shardsmith.design.footprint.halves import Halves
 from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import INDEX, Sizes
+from shardsmith.design.footprint.sparse import SparseBlock
 from shardsmith.design.footprint.tape import Piece, Tape
 from shardsmith.plan.stages import Stage
 
@@ -22,7 +25,7 @@ class Pass:
     entered: Piece | None = None
     """the input, where it came from another stage: held until its gradient is complete"""
     looked_up: list[Piece] = field(default_factory=list)
-    layers: list[Kept] = field(default_factory=list)
+    layers: list[Any] = field(default_factory=list)
     head: HeadKept | None = None
 
 
@@ -49,7 +52,13 @@ class StageTape:
         self.shared = model.tied and spec.embedding and spec.head
         embedded = table if model.tied else gradients
         self.embedding = Embedding(tape, sizes, embedded, gradients, shared=self.shared) if spec.embedding else None
-        self.blocks = [Block(tape, sizes, gradients, routed, rows, layer) for layer in spec.layers]
+
+        def block(layer: int) -> Block | Halves:
+            if routed is not None and rows is not None and model.is_sparse(layer):
+                return SparseBlock(tape, sizes, gradients, routed, rows, layer)
+            return (Halves if sizes.halved else Block)(tape, sizes, gradients, layer)
+
+        self.blocks = [block(layer) for layer in spec.layers]
         self.head = Head(tape, sizes, gradients, embedded, vocab) if spec.head else None
         turns = model.positions == "rope" and bool(spec.layers)
         width = model.latent.rope if model.latent else model.head_dim
@@ -106,8 +115,9 @@ class StageTape:
             self.embedding.backward(kept.looked_up, grad, table)
         self.tape.free(kept.entered)
         for block in self.blocks:
-            self.tape.free(*block.graph)
-            block.graph.clear()
+            if isinstance(block, Block):
+                self.tape.free(*block.graph)
+                block.graph.clear()
         if later is not None:
             self.deferred[microbatch] = later
         return None if self.embedding is not None else grad

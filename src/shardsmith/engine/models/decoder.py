@@ -77,8 +77,8 @@ class Block(nn.Module):
         halves = [(x_SBD[:, at].contiguous(), around.half(at, turns)) for at in parts]
         left = [self.attention(near.cheap(self.norm1, x), near) for x, near in halves]
         between = []
-        for (x, near), out in zip(halves, left, strict=True):
-            x = x + self._dropped(arrive(out, self.attention.seam, turns), near, "attention")
+        for x, near in halves:
+            x = x + self._dropped(arrive(left.pop(0), self.attention.seam, turns), near, "attention")
             between.append((x, near, self.mlp(near.cheap(self.norm2, x), near)))
         return torch.cat(
             [x + self._dropped(arrive(out, self.mlp.seam, turns), near, "mlp") for x, near, out in between], 1

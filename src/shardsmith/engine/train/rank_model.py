@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from shardsmith.engine.models.decoder import Stage
+from shardsmith.engine.models.decoder import Block, Stage
 from shardsmith.engine.models.initialise import materialise
 from shardsmith.engine.parallel import context as context_axis
 from shardsmith.engine.parallel import expert as expert_axis
 from shardsmith.engine.parallel import tensor as tensor_axis
 from shardsmith.engine.parallel.data import DataParallel, DataSettings
 from shardsmith.engine.runtime.groups import Groups, make_groups
+from shardsmith.engine.runtime.linear import Projection
 from shardsmith.engine.runtime.packing import rows_first
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.runtime.sequence_parts import Parts
@@ -196,7 +197,7 @@ class RankModel:
                 part = {name: p for name, p in own.items() if self.shards[name].expert is expert}
                 dims = {name: self.shards[name].zero_dim for name in part}
                 if part or not expert:
-                    self.data[index].append(DataParallel(part, _places(part), how, self._drawn, dims))
+                    self.data[index].append(DataParallel(part, _places(part), how, self._drawn, dims, _uses(stage)))
             if plan.zero == 3:
                 stage.gate = Gate(self._units(stage, self.data[index]), streaming=plan.zero_gather == "per_pass")
         self._drawn.clear()
@@ -243,3 +244,16 @@ def _places(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
         ends = {"embedding": "embedding", "position": "embedding", "final_norm": "head", "head": "head"}
         found.setdefault(rest[0] if first == "layers" else ends.get(first, first), []).append(name)
     return found
+
+
+def _uses(stage: Stage) -> dict[str, int]:
+    """How often a backward pass adds to the gradients of matrices in place, by name, where that is more than once."""
+    halved = {
+        n: b for n, b in stage.named_modules() if isinstance(b, Block) and "half_microbatches" in b.mlp.seam.overlap
+    }
+    return {
+        f"{name}.{inner}.weight": 2
+        for name, block in halved.items()
+        for inner, module in block.named_modules()
+        if isinstance(module, Projection)
+    }

@@ -30,6 +30,8 @@ ROWS = (
     row("chunks, a rank without a token", "loss_chunk=7,tensor=4", llama(4, vocab=5)),
     row("chunks, tied, zb_v", "loss_chunk=7,pipeline=2,schedule=zb_v", TIED, layers=4),
     row("chunks, tied, zero 3", "loss_chunk=100,data=2,zero=3", TIED),
+    row("chunks, zero 3, zb_h1", "loss_chunk=7,data=2,pipeline=2,zero=3,schedule=zb_h1"),
+    row("chunks, tied, zero 3 per step, zb_v", "loss_chunk=7,zero=3,zero_gather=per_step,schedule=zb_v", TIED),
     row("dropout, tensor 2 sp, full", "recompute=full,tensor=2,sequence_parallel=true", DROPPING),
     row("dropout, data 2 pipeline 2", "data=2,pipeline=2", DROPPING),
 )

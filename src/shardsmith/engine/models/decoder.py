@@ -177,10 +177,9 @@ class Stage(nn.Module):
         """
         table = self.head_table
         if self.loss_chunk is not None:
-            return self.gate.leave(
-                "head",
-                chunked_loss_sum(left, table, labels_SB, seam=self.head_seam, queue=self.queue, chunk=self.loss_chunk),
-            )
+            seam, queue, stays = self.head_seam, self.queue, self.gate is OPEN_GATE
+            total = chunked_loss_sum(left, table, labels_SB, seam=seam, queue=queue, chunk=self.loss_chunk, stays=stays)
+            return self.gate.leave("head", total)
         group = self.head_seam.group if table.split else None
         return token_losses(left.flatten(0, 1), labels_SB.flatten(), table.first, group).sum()
 

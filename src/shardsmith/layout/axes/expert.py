@@ -98,7 +98,7 @@ def capacity(experts: Experts, factor: float | None, seq_len: int) -> int | None
     if factor is None:
         return None
     fair = factor * seq_len * experts.top_k / experts.count
-    return min(seq_len, max(1, ceil(fair)))
+    return max(1, ceil(min(fair, seq_len)))
 
 
 def takes_grouped(bytes_per_element: int, *widths: int) -> bool:

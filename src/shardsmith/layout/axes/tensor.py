@@ -255,7 +255,12 @@ def _latent_enter(model: ModelSpec, sp: bool) -> list[LayerCall]:
 
 
 def split_backwards(setup: Setup, stage: Stage) -> int:
-    """How many microbatches go backward through `stage` in two halves."""
+    """How many microbatches' logits are made again for the head's gradient alone, which a split backward puts off.
+
+    None where ZeRO shards weights: the head's gradient is then made while the head is whole.
+    """
+    if setup.plan.zero == 3:
+        return 0
     order = orders.build(
         setup.plan.schedule,
         pipeline=setup.plan.pipeline,

@@ -412,9 +412,9 @@ DRY_COMPILE = Code(
 )
 DRY_AXIS = Code(
     code="X209",
-    title="dry run of experts, latent attention, or attention across ranks with dropout",
-    because="the closed forms that a dry run is held against do not hold what dispatched tokens, latents and "
-    "probabilities of parts of a sequence take, and figures that nothing confirms are worth nothing",
+    title="dry run of attention across ranks with dropout",
+    because="the closed forms that a dry run is held against do not hold what probabilities of parts of a sequence "
+    "take, and figures that nothing confirms are worth nothing",
 )
 
 
@@ -444,11 +444,15 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """The `ranks` of a plan that were run dry, each beside what the model computes, and the seconds it took."""
+    """The `ranks` of a plan that were run dry, each beside what the model computes, and the seconds it took.
+
+    With experts, those of each rank received `imbalance` times the mean.
+    """
 
     setup: Setup
     ranks: tuple[Compared, ...]
     seconds: float
+    imbalance: float = 1.0
 
     @property
     def fullest(self) -> Compared:
@@ -460,6 +464,7 @@ class DryRun:
         return {
             "plan": str(self.setup.plan),
             "world": self.setup.plan.world,
+            "imbalance": self.imbalance,
             **self.fullest.as_json(),
             "ranks": [compared.as_json() for compared in self.ranks],
             "seconds": self.seconds,
@@ -471,6 +476,7 @@ def dryrun(
     *,
     rank: int | None = None,
     all_stages: bool = False,
+    imbalance: float = 1.0,
     workers: int | None = None,
     timeout_s: float = 3600.0,
 ) -> DryRun:
@@ -478,22 +484,25 @@ def dryrun(
 
     Of a world of any size, on this machine; with `all_stages` one rank of every position of the pipeline. Beside
     each stands what the closed forms say. A plan need not fit on its devices: that is what a dry run shows.
-    Raises `Refused` with everything else that forbids running the plan.
+    Tokens without data choose experts as stated (`layout.routing`): those of a rank that is run receive `imbalance`
+    times the mean. Raises `Refused` with everything else that forbids running the plan.
     """
     started = time.monotonic()
     from shardsmith.layout.check import MEMORY, check
+    from shardsmith.layout.routing import imbalance_faults
 
     raise_errors([fault for fault in check(setup, running=True) if fault.code != MEMORY.code])
-    raise_errors(_dry_faults(setup, rank))
+    raise_errors(_dry_faults(setup, rank) + imbalance_faults(setup, imbalance))
     _require_torch("dryrun")
     from shardsmith.design.footprint.record import computed
     from shardsmith.engine.dryrun.run import dry_run
     from shardsmith.plan.mesh import positions
 
     ranks = positions(setup.plan) if all_stages else (rank or 0,)
-    found = dry_run(setup, ranks, workers=workers, timeout_s=timeout_s)
-    compared = tuple(Compared(run=record, model=computed(setup, record.rank)) for record in found)
-    return DryRun(setup=setup, ranks=compared, seconds=time.monotonic() - started)
+    found = dry_run(setup, ranks, imbalance=imbalance, workers=workers, timeout_s=timeout_s)
+    models = [computed(setup, record.rank, imbalance=imbalance) for record in found]
+    compared = tuple(Compared(run=run, model=model) for run, model in zip(found, models, strict=True))
+    return DryRun(setup=setup, ranks=compared, seconds=time.monotonic() - started, imbalance=imbalance)
 
 
 def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
@@ -510,10 +519,6 @@ def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
         message = f"context = {plan.context} cuts the sequence, and attention drops probabilities"
         said = setup.said("plan.context", "model.attention_dropout")
         faults.append(DRY_AXIS.fault(message, *said, hint="attention_dropout = 0, or context = 1"))
-    for part in ("experts", "latent"):
-        if getattr(model, part) is not None:
-            has = (setup.origin(f"model.{part}"), f"[{part}]")
-            faults.append(DRY_AXIS.fault(f"{model.name} is no dense model", has, hint="a model such as llama3-8b"))
     return faults
 
 

@@ -10,15 +10,23 @@ from __future__ import annotations
 from shardsmith.layout.axes.context import ring, ring_blocks
 from shardsmith.layout.axes.tensor import split_backwards
 from shardsmith.layout.key_blocks import Block
+from shardsmith.layout.routing import StatedRouting
 from shardsmith.layout.shards import TIED, stage_shards
 from shardsmith.plan.batch import batching
 from shardsmith.plan.mesh import mesh_of
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage, stages
+from shardsmith.specs.model import Role, Weight
+
+WHOLE: tuple[Role, ...] = ("q_down", "kv_down", "shared_gate")
+"""Roles of matrices that meet what stands between blocks: under sequence parallelism a part of the sequence."""
 
 
-def rank_flops(setup: Setup, rank: int) -> dict[str, int]:
-    """FLOPs of global `rank` in one step of a legal, settled plan: `linear` (matrices) and `scores` (attention)."""
+def rank_flops(setup: Setup, rank: int, routing: StatedRouting | None = None) -> dict[str, int]:
+    """FLOPs of global `rank` in one step of a legal, settled plan: `linear` (matrices) and `scores` (attention).
+
+    Experts multiply the rows that `routing` brings them (balanced unless stated).
+    """
     plan, model = setup.plan, setup.model
     coord = mesh_of(plan).coord(rank)
     cut = batching(plan, setup.workload)
@@ -31,11 +39,22 @@ def rank_flops(setup: Setup, rank: int) -> dict[str, int]:
         for held in stage_shards(setup, stage, coord):
             weight = held.weight
             if weight.layer is not None and len(weight.shape) > 1:
-                linear += 2 * held.shard.numel * tokens * passes
+                if held.shard.expert:
+                    routing = routing or StatedRouting(setup, rank)
+                    rows, met = routing.received(rank) * cut.microbatches, held.shard.numel // held.shard.shape[0]
+                else:
+                    rows, met = tokens // _share(setup, weight), held.shard.numel
+                linear += 2 * met * rows * passes
             elif stage.head and (weight.role == "head" or (weight.name == TIED and model.tied)):
                 linear += 2 * held.shard.numel * _head_tokens(setup, stage, tokens)
         scores += len(stage.layers) * passes * _scores(setup, coord.context) * tokens
     return {"linear": linear, "scores": scores}
+
+
+def _share(setup: Setup, weight: Weight) -> int:
+    """Over how many tensor ranks the tokens are shared out that meet `weight`, which every one of them holds."""
+    own = weight.role == "router" or (weight.role in WHOLE and setup.plan.sequence_parallel)
+    return setup.plan.tensor if own else 1
 
 
 def _scores(setup: Setup, context: int) -> int:

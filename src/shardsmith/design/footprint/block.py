@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardsmith.design.footprint import chunks, drops
-from shardsmith.design.footprint.attention import Attended, Attention, Fused, Products
+from shardsmith.design.footprint.attention import Attended, Attention, Fused, Products, Three
+from shardsmith.design.footprint.experts import Routed
+from shardsmith.design.footprint.latent import Latents, LatentTape
 from shardsmith.design.footprint.norms import Norm
 from shardsmith.design.footprint.ring import Ring
 from shardsmith.design.footprint.sizes import Sizes
@@ -43,6 +45,13 @@ class Kept:
     inner: Piece | None = None
     around: Piece | None = None
     """cosines and sines, and places where they are remade, one for all layers of a pass"""
+    latents: Latents | None = None
+    cut: Piece | None = None
+    """what attention gave back without its padding, where values are narrower than queries"""
+    routed: Routed | None = None
+    """of a mixture of experts; `mlp` and `inner` are then those of the shared expert"""
+    shared: list[Piece] = field(default_factory=list)
+    """the shared expert's output and its gate, where it has one"""
 
 
 class Arrivals(Protocol):
@@ -56,11 +65,18 @@ class Arrivals(Protocol):
 
 
 class Block:
-    """A layer of stage `gradients`, its weights named `layers.INDEX...`."""
+    """A layer of stage `gradients`, its weights named `layers.INDEX...`.
+
+    What stays as long as the graph of a pass is added to `graph`, for the stage to free.
+    """
 
     def __init__(self, tape: Tape, sizes: Sizes, gradients: Arrivals, layer: int) -> None:
         self.tape, self.sizes, self.gradients, self.layer = tape, sizes, gradients, layer
         self.model, self.recompute = sizes.setup.model, sizes.setup.plan.recompute
+        self.graph: list[Piece] = []
+        self.mlp, self.inner = "mlp", sizes.inner
+        self.latent = LatentTape(tape, sizes, gradients, layer) if self.model.latent else None
+        self.values = sizes.queries if self.latent is None else self.latent.values
         fused = self.model.norm == "layernorm"
         wide, narrow = sizes.wide, sizes.narrow
         self.attention = _attention(tape, sizes)
@@ -76,7 +92,7 @@ class Block:
         assert out is not None, "the layer runs to its end"
         if self.recompute == "full":
             self.drop(kept)
-            kept = Kept(x=x)
+            kept = Kept(x=x, routed=kept.routed)
         elif self.recompute == "selective":
             self.tape.free(*kept.entering, kept.inner)
             kept.entering, kept.inner = [], None
@@ -93,34 +109,55 @@ class Block:
         if self.recompute == "full":
             # Whatever is asked for first makes the layer again: a mask, or else the last product's input.
             full = None if self.model.dropout else self._mlp_left(grad, kept)
-            kept, _ = self._forward(kept.x, stop=True)
+            kept = self._made_again(kept)
             kept.around = around
         full = full or self._mlp_left(grad, kept)
         grad = self.norm_backward(2, grad, self.mlp_backward(kept, full, later))
         full = self.leave_backward(grad, kept, "attention.o" if self.model.output_bias else None)
         return self.norm_backward(1, grad, self.attention_backward(kept, full, later))
 
+    def _made_again(self, kept: Kept) -> Kept:
+        """What is kept of a layer of which there was only the input."""
+        return self._forward(kept.x, stop=True)[0]
+
     def _forward(self, x: Piece, *, stop: bool = False) -> tuple[Kept, Piece | None]:
         """With `stop`, what recomputation needs: up to the last product, but not its closing sum."""
-        tape, s, kept = self.tape, self.sizes, Kept(x=x)
+        tape, kept = self.tape, Kept(x=x)
         attended = self.attend(kept, x)
-        left = self._left(s.queries, self.model.output_bias)
+        left = self._left(self.values, self.model.output_bias)
         tape.free(*attended.loose)
-        x = self.residual(self.dropped(kept, left))
-        self.activate(kept, x)
-        if stop and not self.model.dropout:
-            tape.free(chunks.left(tape, s, s.inner) if s.chunked else tape.new(s.gathered))
+        out = self._second_half(kept, self.residual(self.dropped(kept, left)), stop=stop and not self.model.dropout)
+        if out is None:
             return kept, None
-        out = self.dropped(kept, self._left(s.inner, self.model.mlp_bias))
+        out = self.dropped(kept, out)
         if stop:
             tape.free(out)
             return kept, None
         return kept, self.residual(out)
 
+    def _second_half(self, kept: Kept, x: Piece, *, stop: bool) -> Piece | None:
+        """Norm and MLP; None where they `stop` ahead of the closing sum."""
+        s = self.sizes
+        self.activate(kept, x)
+        if stop:
+            self.tape.free(chunks.left(self.tape, s, s.inner) if s.chunked else self.tape.new(s.gathered))
+            return None
+        return self._left(s.inner, self.model.mlp_bias)
+
     def attend(self, kept: Kept, x: Piece) -> Attended:
         """Norm and attention, up to the product that leaves it."""
-        tape, s = self.tape, self.sizes
         self._norm(kept, x)
+        kept.attention = self.attention.forward(self._projected(kept))
+        if self.values != self.sizes.queries:
+            kept.cut = self.tape.new(self.values)
+        return kept.attention
+
+    def _projected(self, kept: Kept) -> Three:
+        """Queries, keys and values as attention takes them."""
+        tape, s = self.tape, self.sizes
+        if self.latent is not None:
+            kept.latents, qkv = self.latent.forward()
+            return qkv
         q, k, v = self._entered(kept.entering[0], [s.queries, s.keys, s.keys])
         if self.model.qk_norm:
             (q2, q_scale), (k2, k_scale) = self.q_norm.forward(tape), self.k_norm.forward(tape)
@@ -130,14 +167,16 @@ class Block:
             turned = tape.new(s.queries), tape.new(s.keys)
             tape.free(q, k)
             q, k = turned
-        kept.attention = self.attention.forward((q, k, v))
-        return kept.attention
+        return q, k, v
 
     def activate(self, kept: Kept, x: Piece) -> None:
         """Norm and MLP, up to the product that leaves it."""
         self._norm(kept, x)
-        kept.mlp = self._entered(kept.entering[1], [self.sizes.inner] * (1 + self.model.gated))
-        kept.inner = self.tape.new(self.sizes.inner)
+        self._mlp_entered(kept)
+
+    def _mlp_entered(self, kept: Kept) -> None:
+        kept.mlp = self._entered(kept.entering[1], [self.inner] * (1 + self.model.gated))
+        kept.inner = self.tape.new(self.inner)
 
     def _norm(self, kept: Kept, x: Piece) -> None:
         out, scale = self.norm.forward(self.tape)
@@ -202,6 +241,10 @@ class Block:
         own = tape.hold(grad)
         if kept.drops:
             own = drops.dropped_backward(tape, kept.drops.pop(), own, self.sizes.hidden)
+        return self._spread(own, biased)
+
+    def _spread(self, own: Piece, biased: str | None) -> Piece:
+        tape = self.tape
         if biased is not None:
             self.gradients.accumulated(self._name(biased) + ".bias")
         if not self.sizes.scattered or self.sizes.chunked:
@@ -239,30 +282,41 @@ class Block:
 
     def mlp_backward(self, kept: Kept, full: Piece, later: Later | None, *, apart: bool = False) -> Behind:
         """Back through the MLP; `apart`: the rows of the gradient `full` of its output do not lie together."""
-        tape, s = self.tape, self.sizes
-        inner = kept.inner or tape.new(s.inner)
+        tape = self.tape
+        inner = kept.inner or tape.new(self.inner)
         if apart:
-            rows = tape.new(s.hidden)
+            rows = tape.new(self.sizes.hidden)
             tape.free(full)
             full = rows
-        grad = self._row_parallel_backward("mlp.down", inner, full, later)
+        grad = self._row_parallel_backward(f"{self.mlp}.down", inner, full, later)
         if self.model.gated:
-            product = tape.new(s.inner)
-            by_gate = tape.new(s.inner)
+            product = tape.new(self.inner)
+            by_gate = tape.new(self.inner)
             tape.free(product)
-            grads = [by_gate, tape.new(s.inner)]
+            grads = [by_gate, tape.new(self.inner)]
         else:
-            grads = [tape.new(s.inner)]
+            grads = [tape.new(self.inner)]
         tape.free(grad, *kept.mlp)
-        names = ["mlp.gate", "mlp.up"] if self.model.gated else ["mlp.up"]
+        names = [f"{self.mlp}.{part}" for part in (("gate", "up") if self.model.gated else ("up",))]
         return self._entering_backward(kept, 1, names, grads, later, bias=self.model.mlp_bias)
 
     def attention_backward(self, kept: Kept, full: Piece, later: Later | None) -> Behind:
         """Back through attention, from the gradient `full` of its output."""
         tape, s = self.tape, self.sizes
         assert kept.attention is not None, "the layer has attended"
-        grad = self._row_parallel_backward("attention.o", tape.hold(kept.attention.out), full, later)
+        left = kept.cut or tape.hold(kept.attention.out)
+        grad = self._row_parallel_backward("attention.o", left, full, later)
+        if kept.cut is not None:
+            padded = tape.new(s.queries)
+            tape.free(grad)
+            grad = padded
         grads = list(self.attention.backward(kept.attention, grad))
+        if self.latent is not None:
+            assert kept.latents is not None, "latents were kept"
+            entering = kept.entering[0] if kept.entering else self._again()
+            by_latent = self.latent.backward(kept.latents, entering, grads, later, self._weights)
+            tape.free(kept.around)
+            return (by_latent, []), kept.norms[0]
         if self.model.positions == "rope":
             for at, size in ((1, s.keys), (0, s.queries)):
                 turned = tape.new(size)
@@ -353,11 +407,13 @@ class Block:
         """Let go of what attention was made from, but for the layer's input."""
         assert kept.attention is not None, "the layer has attended"
         raw = [piece for pair in kept.raw for piece in pair]
-        self.tape.free(kept.norms[0][1], kept.entering[0], *raw, kept.attention.out, *kept.attention.kept)
+        if self.latent is not None and kept.latents is not None:
+            self.latent.forget(kept.latents)
+        self.tape.free(kept.norms[0][1], kept.entering[0], *raw, kept.attention.out, *kept.attention.kept, kept.cut)
 
     def drop_mlp(self, kept: Kept) -> None:
         """Let go of what the MLP was made from, but for its input."""
-        self.tape.free(kept.norms[1][1], kept.entering[1], *kept.mlp, kept.inner)
+        self.tape.free(kept.norms[1][1], *kept.entering[1:], *kept.mlp, kept.inner)
 
 
 def _attention(tape: Tape, sizes: Sizes) -> Attention:

@@ -134,6 +134,13 @@ class Sizes:
         return self.all_rows * (self.setup.model.ffn // self.setup.plan.tensor) * self.narrow
 
     @cached_property
+    def shared(self) -> int:
+        """One tensor inside the shared expert."""
+        experts = self.setup.model.experts
+        width = 0 if experts is None else experts.shared_ffn
+        return self.all_rows * (width // self.setup.plan.tensor) * self.narrow
+
+    @cached_property
     def table(self) -> int:
         """The gradient of a tied table on the fullest rank, as a product makes it."""
         model = self.setup.model

@@ -186,11 +186,8 @@ class LatentAttention(Attention):
     def _projected(self, x_SBD: Tensor, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
         """Every tensor rank makes the latents; they enter its own heads together, in the place of `x`."""
         latent, queue = self.latent, self.queue
-        down = [self.kv_down] if self.q_down is None else [self.kv_down, self.q_down]
-        kv, *q_latent = linear(x_SBD, down, OPEN, queue)
-        kv, key = kv.split((latent.kv_rank, latent.rope), -1)
-        parts = [self.kv_norm(kv), key, *(self.q_norm(q) for q in q_latent if self.q_norm is not None)]
-        kv, key, *q_latent = enter(torch.cat(parts, -1), self.seam).split([p.shape[-1] for p in parts], -1)
+        widths = [latent.kv_rank, latent.rope, *([] if latent.q_rank is None else [latent.q_rank])]
+        kv, key, *q_latent = enter(self._latents(x_SBD), self.seam).split(widths, -1)
         if q_latent:
             (q,) = linear(q_latent[0], [self.q], OPEN, queue)
         else:
@@ -203,6 +200,13 @@ class LatentAttention(Attention):
             q_turned, key = rotate(q_turned, *around.rotation), rotate(key, *around.rotation)
         q, k = torch.cat((q, q_turned), -1), torch.cat((k, key.expand(*k.shape[:3], -1)), -1)
         return q, k, F.pad(v, (0, self.head_dim - latent.value))
+
+    def _latents(self, x_SBD: Tensor) -> Tensor:
+        """Normed latent of keys and values, the rotated key ahead of its rotation, normed latent of queries."""
+        down = [self.kv_down] if self.q_down is None else [self.kv_down, self.q_down]
+        kv, *q_latent = linear(x_SBD, down, OPEN, self.queue)
+        kv, key = kv.split((self.latent.kv_rank, self.latent.rope), -1)
+        return torch.cat([self.kv_norm(kv), key, *(self.q_norm(q) for q in q_latent if self.q_norm is not None)], -1)
 
 
 class MLP(nn.Module):

@@ -407,12 +407,8 @@ NO_SUCH_RANK = Code(
 DRY_COMPILE = Code(
     code="X205",
     title="dry run of compiled blocks",
-    because="a dry run follows each operator, and what a compiler makes of them is decided on real tensors",
-)
-DRY_OVERLAP = Code(
-    code="X207",
-    title="dry run of halves of microbatches",
-    because="what one half holds while the other is computed is in no closed form yet",
+    because="which tensors a compiled block keeps for backward and which it makes again, its compiler decides when it "
+    "cuts the graph in two: another memory than that of the operators that a dry run follows, and in no closed form",
 )
 DRY_AXIS = Code(
     code="X209",
@@ -519,9 +515,6 @@ def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
     if plan.compile:
         message = "a compiled block has no operators to follow"
         faults.append(DRY_COMPILE.fault(message, *setup.said("plan.compile"), hint="compile = false"))
-    if "half_microbatches" in plan.overlap:
-        message = "one half of a microbatch would be sent while the other is computed"
-        faults.append(DRY_OVERLAP.fault(message, *setup.said("plan.overlap"), hint="overlap = chunks"))
     if plan.context > 1 and model.attention_dropout:
         message = f"context = {plan.context} cuts the sequence, and attention drops probabilities"
         said = setup.said("plan.context", "model.attention_dropout")

@@ -120,6 +120,20 @@ PLANS = {
         "float32",
         seq_len=256,
     ),
+    "halves, full recompute": setup_of(
+        "tensor=2,overlap=half_microbatches,recompute=full,pipeline=2,microbatch=4", LONG, "float32", seq_len=256
+    ),
+    "halves, sp, full recompute, zb_h1": setup_of(
+        f"{SP},overlap=half_microbatches,recompute=full,pipeline=2,schedule=zb_h1,microbatch=2", LONG_QWEN, seq_len=256
+    ),
+    "halves, sp, selective, dropout, zero 3": setup_of(
+        f"{SP},overlap=half_microbatches,recompute=selective,data=2,zero=3,pipeline=2,microbatch=4,bucket_mb=0.1",
+        LONG_GPT,
+        seq_len=256,
+    ),
+    "halves beside weight gradients, ring": setup_of(
+        "tensor=2,overlap=half_microbatches+weight_gradient,context=2,microbatch=2,zero=2", LONG, seq_len=256
+    ),
     "chunks, sp, zb_h1, zero 1": setup_of(
         f"{SP},overlap=chunks,data=2,zero=1,pipeline=2,schedule=zb_h1,microbatch=2", LONG, seq_len=256
     ),
@@ -258,7 +272,6 @@ def test_the_verb_prints_both_sides() -> None:
 REFUSED: dict[str, tuple[str, ...]] = {
     "X204": ("--plan", "tensor=2", "--rank", "2"),
     "X205": ("--plan", "compile=true"),
-    "X207": ("--plan", "tensor=2,overlap=half_microbatches,microbatch=2"),
     "T203": ("--plan", "tensor=3"),
 }
 

@@ -71,13 +71,18 @@ class Halves:
 
     def backward(self, kept: KeptHalves, grad: Piece, later: Later | None) -> Piece:
         """See `Block.backward`; autograd takes the second half first."""
-        tape, ahead = self.tape, []
+        tape = self.tape
+        ahead: list[Leaving] = []
         again = self.recompute == "full"
         if again and self.model.dropout:
             kept.halves = self._again(kept)
         for number in (1, 0):
             ahead.append(self._arrive_backward(grad, kept.halves[number] if kept.halves else None))
         if again and not self.model.dropout:
+            # It is the last product of the half that comes first which asks for its input, with its gradient at hand.
+            (full, sent), *others = ahead
+            tape.free(sent)
+            ahead = [(full, None), *others]
             kept.halves = self._again(kept)
         if not again and kept.around is not None:
             for half in kept.halves:
@@ -91,6 +96,8 @@ class Halves:
         tape.hold(grad)
         left = [self._between(half, grad, late, later) for half, late in zip(order, behind, strict=True)]
         halves = [self.half.norm_backward(1, own, late) for own, late in left]
+        if again:
+            tape.free(kept.x)
         wholes = []
         for half_grad in halves:
             wholes.append(tape.new(self.sizes.hidden))
@@ -129,7 +136,7 @@ class Halves:
         halves, _ = self._forward(stop=True)
         for half in halves:
             half.around = None if kept.around is None else self.tape.hold(kept.around)
-        self.tape.free(kept.x, kept.around)
+        self.tape.free(kept.around)
         return halves
 
     def _forward(self, *, stop: bool) -> tuple[list[Kept], Piece | None]:

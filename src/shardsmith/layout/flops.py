@@ -7,9 +7,10 @@ the kernel is given a mask, and half where it is told to be causal.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shardsmith.layout.axes.context import ring, ring_blocks
 from shardsmith.layout.axes.tensor import split_backwards
-from shardsmith.layout.key_blocks import Block
 from shardsmith.layout.routing import StatedRouting
 from shardsmith.layout.shards import TIED, stage_shards
 from shardsmith.plan.batch import batching
@@ -17,6 +18,9 @@ from shardsmith.plan.mesh import mesh_of
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage, stages
 from shardsmith.specs.model import Role, Weight
+
+if TYPE_CHECKING:
+    from shardsmith.layout.key_blocks import Block
 
 WHOLE: tuple[Role, ...] = ("q_down", "kv_down", "shared_gate")
 """Roles of matrices that meet what stands between blocks: under sequence parallelism a part of the sequence."""

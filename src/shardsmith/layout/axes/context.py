@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
+from typing import TYPE_CHECKING
 
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind
-from shardsmith.layout.key_blocks import Blocks, key_blocks
 from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage
 from shardsmith.specs.model import ModelSpec
 from shardsmith.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from shardsmith.layout.key_blocks import Blocks
 
 ULYSSES = Code(
     code="C201",
@@ -111,6 +114,8 @@ def ring_blocks(setup: Setup, index: int) -> list[Blocks]:
 
     Rows are those that it holds once heads are exchanged for sequence.
     """
+    from shardsmith.layout.key_blocks import key_blocks  # numpy: checking a plan is quick, and does without
+
     ranks, length, window = ring(setup.plan), setup.workload.seq_len, setup.model.window
     held = [places(length, ranks, at) for at in range(ranks)]
     return key_blocks(held, index // setup.plan.ulysses, None, None if window is None or window >= length else window)

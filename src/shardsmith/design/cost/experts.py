@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardsmith.design.cost.batch import Array, Batch
+from shardsmith.design.cost.batch import Array, Batch, Columns
 from shardsmith.design.cost.collectives import Group, one_way
 from shardsmith.design.cost.kernels import Constants, gemm, memory_rate, product_rate
 
@@ -15,14 +15,13 @@ PERMUTE_FORWARD, PERMUTE_BACKWARD = 16.0, 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
-    """Seconds of the routed experts of one layer and microbatch on one rank."""
+class Experts(Columns):
+    """Seconds of the routed experts of one layer and microbatch on one rank, without communication."""
 
     gemm_forward: Array
     gemm_backward: Array
     elementwise_forward: Array
     elementwise_backward: Array
-    exchange: Array
 
 
 def expert_weights(b: Batch) -> Array:
@@ -33,8 +32,7 @@ def expert_weights(b: Batch) -> Array:
 def experts(b: Batch, c: Constants) -> Experts:
     """Balanced routing: every rank works on its share of tokens x top_k, on experts / expert-degree experts.
 
-    Each of the `expert_tensor` ranks of an expert sees the tokens of all of them and has its part of the width;
-    `exchange` is one dispatch or one combine.
+    Each of the `expert_tensor` ranks of an expert sees the tokens of all of them and has its part of the width.
     """
     if not b.moe_layers.any():
         none = np.zeros(len(b))
@@ -43,9 +41,8 @@ def experts(b: Batch, c: Constants) -> Experts:
             gemm_backward=none,
             elementwise_forward=none,
             elementwise_backward=none,
-            exchange=none,
         )
-    routed = b.tokens * b.top_k * b.expert_tensor / b.tensor
+    routed = routed_tokens(b)
     local = np.maximum(b.experts / b.expert, 1e-9)
     each, part = np.maximum(routed / local, 1.0), np.maximum(b.expert_ffn / b.expert_tensor, 1.0)
     rate, width = product_rate(b, c)
@@ -64,15 +61,23 @@ def experts(b: Batch, c: Constants) -> Experts:
         elementwise_backward=np.where(
             here, b.ffn_backward * active + PERMUTE_BACKWARD * moved / memory_rate(b, c), 0.0
         ),
-        exchange=np.where(here, exchange(b, c, routed), 0.0),
     )
 
 
-def exchange(b: Batch, c: Constants, routed: Array) -> Array:
-    """Seconds of one all-to-all of routed tokens over the expert group, and their gather over an expert's ranks.
+def routed_tokens(b: Batch) -> Array:
+    """Pairs of token and expert that one rank computes, those of its expert's other ranks included."""
+    return b.tokens * b.top_k * b.expert_tensor / b.tensor
+
+
+def exchange(b: Batch, c: Constants) -> Array:
+    """Seconds of one dispatch or one combine: an all-to-all of routed tokens over the expert group, and their gather
+    over an expert's ranks; 0 without experts.
 
     What stays inside the fast domain and what leaves it travel at the same time; the slower one counts.
     """
+    if not b.moe_layers.any():
+        return np.zeros(len(b))
+    routed = routed_tokens(b)
     size = routed * b.hidden * 2.0 / b.expert_tensor
     stride = b.tensor_stride * b.expert_tensor
     inside = np.clip(b.level_size[0] / stride, 1.0, b.expert)
@@ -82,4 +87,4 @@ def exchange(b: Batch, c: Constants, routed: Array) -> Array:
         slowest = np.maximum(slowest, outside * size / (b.level_bandwidth[level] * c["net_share"]))
     latency = c["call"] + c["latency"] * b.level_latency[0] * np.log2(np.maximum(b.expert, 2.0))
     gathered = one_way(b, c, Group(members=b.expert_tensor, stride=b.tensor_stride), routed * b.hidden * 2.0)
-    return np.where(b.expert > 1, slowest + latency, 0.0) + gathered
+    return np.where(b.experts > 0, np.where(b.expert > 1, slowest + latency, 0.0) + gathered, 0.0)

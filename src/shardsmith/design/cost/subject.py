@@ -271,4 +271,5 @@ def _software(s: Subject) -> dict[str, float]:
         "overlap_weight_gradient": t.overlap_weight_gradient,
         "early_stop": float(t.early_stop),
         "scatter_gather": float(t.scatter_gather),
+        "synchronous": 0.0,
     } | {name: getattr(kernels, name) for name in type(kernels).__dataclass_fields__}

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from shardsmith.design.cost.estimate import estimate_plan
+from shardsmith.design.cost.estimate import estimate_plans
 from shardsmith.design.cost.layouts import ORDERS, Layouts
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject, make_subject
-from shardsmith.design.planner.bounded import Bounded, Found
+from shardsmith.design.planner.bounded import Bounded
 from shardsmith.design.planner.explain import binds, neighbours
+from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.goodput import Failures, days
 from shardsmith.design.planner.plans import setup_of
 from shardsmith.design.planner.result import Choice, Objective, SearchResult
@@ -180,7 +181,11 @@ def _run(s: Subject, q: Question, count: int | None = None) -> tuple[Found, Boun
 
 
 def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: float) -> SearchResult:
-    choices = [_choice(s, q, p) for p in found.ranked()[: q.count]]
+    assert found.front is not None, "a plan that fits is on the front"
+    best = found.ranked()[: q.count]
+    spread = [found.front.select(np.array([i])) for i in _spread(len(found.front), FRONT)]
+    every = _choices(s, q, [*best, *spread])
+    choices, front = every[: len(best)], every[len(best) :]
     if q.explained:
         first = choices[0]
         choices[0] = replace(
@@ -188,8 +193,6 @@ def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: floa
             rules=rule_notes(s, first, bounded),
             neighbours=neighbours(s, first.setup, first.estimate, q.limit),
         )
-    assert found.front is not None, "a plan that fits is on the front"
-    front = [_choice(s, q, found.front.select(np.array([i]))) for i in _spread(len(found.front), FRONT)]
     robust = min(choices, key=lambda choice: choice.estimate.interval_s[1])
     return SearchResult(
         objective=q.objective,
@@ -213,10 +216,10 @@ def _spread(length: int, most: int) -> list[int]:
     return sorted({round(i * (length - 1) / max(most - 1, 1)) for i in range(min(most, length))})
 
 
-def _choice(s: Subject, q: Question, p: Layouts) -> Choice:
-    setup = setup_of(s, p, 0, q.base)
-    found = estimate_plan(s, setup)
-    return Choice(setup=setup, estimate=found, binds=binds(found, q.limit))
+def _choices(s: Subject, q: Question, plans: Sequence[Layouts]) -> list[Choice]:
+    setups = [setup_of(s, p, 0, q.base) for p in plans]
+    estimates = estimate_plans(s, setups)
+    return [Choice(setup=a, estimate=e, binds=binds(e, q.limit)) for a, e in zip(setups, estimates, strict=True)]
 
 
 def _totals(q: Question, best: Choice) -> dict[str, float]:

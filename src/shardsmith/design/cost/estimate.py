@@ -90,7 +90,7 @@ def estimate_plans(s: Subject, setups: Sequence[Setup]) -> tuple[Estimate, ...]:
     for at, setup in enumerate(setups):
         seconds = float(parts.total[at])
         achieved = flops / seconds / setup.plan.world
-        used = mfu(achieved, s.cluster.device.peak(s.workload.dtype))
+        used = mfu(achieved, s.peak)
         assert used is not None, "a device without a peak has been refused"
         named = {f.name: getattr(parts, f.name) for f in fields(parts) if f.name != "total"}
         one = Estimate(

@@ -63,6 +63,13 @@ class Subject:
         columns["level_latency"] = np.array([[link.latency_us * 1e-6] for link in levels])
         return columns
 
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the device in the dtype of a layer's products."""
+        found = self.cluster.device.peak("float8" if self.target.float8 else self.workload.dtype)
+        assert found is not None, "a dtype without a peak has been refused"
+        return found
+
     @cached_property
     def split(self) -> Split:
         """Layers by pipeline rank."""
@@ -110,7 +117,7 @@ def make_subject(
     Raises `Refused` (H501 to H503, X351) where figures are missing.
     """
     chosen = target_named(target)
-    faults = unpriceable(cluster, workload)
+    faults = [*unpriceable(cluster, workload), *(float8_faults(cluster) if chosen.float8 else ())]
     if faults:
         raise Refused(faults)
     return Subject(model=model, workload=workload, cluster=cluster, target=chosen, constants=constants or values())
@@ -139,6 +146,16 @@ def unpriceable(cluster: ClusterSpec, workload: Workload) -> list[Fault]:
         hint = f"dtype = bfloat16 (known: {known})" if known != "none" else "state device.peak_tflops in a cluster file"
         faults.append(DTYPE.fault(message, said, hint=hint))
     return faults
+
+
+def float8_faults(cluster: ClusterSpec) -> list[Fault]:
+    """A device on which nobody has measured products in float8, or that has none."""
+    device, share = cluster.device, facts_of(cluster).matmul8_share
+    if device.peak("float8") and share:
+        return []
+    what = "no products in float8" if not device.peak("float8") else "a peak in float8, but no measured share of it"
+    message, hint = f"{device.name} has {what}", "dtype = bfloat16, or a cluster of H100 or later"
+    return [DTYPE.fault(message, (cluster.name, f"device = {device.name}"), hint=hint)]
 
 
 def count_weights(model: ModelSpec) -> Counts:
@@ -212,7 +229,7 @@ def _device(s: Subject) -> dict[str, float]:
     assert peak is not None, "a dtype without a peak has been refused"
     assert d.memory_bandwidth_gbs is not None, "a device without bandwidth has been refused"
     return {
-        "fp8": 0.0,
+        "fp8": float(s.target.float8),
         "peak16": peak,
         "peak8": (d.peak("float8") or 0.0),
         "vector_peak": facts.vector_tflops * 1e12,

@@ -72,10 +72,19 @@ class Bounded:
         """The same search among the usual plans only."""
         return replace(self, space=self.space.thin())
 
-    def run(self) -> Found:
-        """The best plans. Nothing found leaves `best` at infinity, and `smallest` says what comes nearest."""
-        frames = self.frames
-        found = self._nothing(total=float(frames.below.sum()))
+    def run(self, below: float = np.inf) -> Found:
+        """The best plans that take less than `below` seconds. Nothing found leaves `best` at infinity; without bounds
+        `smallest` then says what comes nearest.
+        """
+        return self._run(self.frames, below)
+
+    def within(self, limit: float) -> Found:
+        """The fastest plan whose ranks hold no more than `limit` bytes."""
+        return replace(self, limit=limit, count=1)._run(self.frames, np.inf)
+
+    def _run(self, frames: Frames, below: float) -> Found:
+        count = int(frames.group.max(initial=-1)) + 1
+        found = Found(best=np.full(count, np.inf), total=float(frames.below.sum()), ceiling=below)
         if not self.bound:
             self._layer(frames, found)
         elif len(frames):
@@ -97,9 +106,6 @@ class Bounded:
         """A plan as layouts of this search."""
         return layouts_of([setup.plan], setup.model, setup.workload)
 
-    def _nothing(self, total: float = 0.0) -> Found:
-        return Found(best=np.full(int(self.frames.group.max(initial=-1)) + 1, np.inf), total=total)
-
     def _search(self, frames: Frames, found: Found, size: int = FIRST) -> None:
         """Visit frames, by rising bound and `size` of them first, until none can lead to a plan that is kept."""
         rest = np.arange(len(frames))
@@ -108,7 +114,8 @@ class Bounded:
             rest, size = rest[size:], min(2 * size, LARGEST)
 
     @property
-    def _kinds(self) -> Precision:
+    def kinds(self) -> Precision:
+        """The dtypes of states."""
         return precision(self.space.base, self.space.subject.workload)
 
     @property
@@ -123,19 +130,19 @@ class Bounded:
         the Batch can be `fixed` to one value.
         """
         s = self.space.subject
-        where = [] if near else [getattr(batch_of(s, p, self._kinds), name) for name in STRIDES]
+        where = [] if near else [getattr(batch_of(s, p, self.kinds), name) for name in STRIDES]
         rows = distinct([*(getattr(p, name) for name in DECIDING), *where])
         one = p.select(rows.first)
         one = one.with_(schedule=np.full(len(one), DUALPIPE_V)) if paired else one
         fixed |= dict.fromkeys(STRIDES, np.ones(len(one))) if near else {}
         dense = self._shared(one, DECIDING_DENSE, dense_kernels)
         routed = self._shared(one, DECIDING_ROUTED, experts) if s.model.experts else None
-        return one_pass(batch_of(s, one, self._kinds, **fixed), s.constants, dense, routed).select(rows.place)
+        return one_pass(batch_of(s, one, self.kinds, **fixed), s.constants, dense, routed).select(rows.place)
 
     def _shared(self, p: Layouts, names: Sequence[str], kernels: Callable[[Batch, Constants], Kernels]) -> Kernels:
         """`kernels` of every plan, computed once for all that agree in the columns `names`."""
         rows = distinct([getattr(p, name) for name in names])
-        found = kernels(batch_of(self.space.subject, p.select(rows.first), self._kinds), self.space.subject.constants)
+        found = kernels(batch_of(self.space.subject, p.select(rows.first), self.kinds), self.space.subject.constants)
         return found.select(rows.place)
 
     def _frame_bounds(self, p: Layouts) -> Array:
@@ -189,7 +196,7 @@ class Bounded:
             work = self._work(q, paired)
             keep = np.flatnonzero(self._open(self._waited(work), where, found))
             q, where, work = q.select(keep), where[keep], work[keep]
-            ways = Ways(space=self.space, kinds=self._kinds, placed=q)
+            ways = Ways(space=self.space, kinds=self.kinds, placed=q)
             passes = q.microbatches * self.space.subject.model.layers / q.pipeline
             wide = np.flatnonzero(self._open(ways.floor(slice(None), work, work, passes) * self._wait, where, found))
             if len(wide):
@@ -200,12 +207,12 @@ class Bounded:
     def _schedule(self, ways: Ways, group: Index, plain: Pass, paired: Pass, found: Found) -> None:
         """Go through every schedule of placed plans; layers take `plain`, or `paired` under DualPipe."""
         s = self.space.subject
-        handed = hop(batch_of(s, ways.placed, self._kinds), s.constants)
+        handed = hop(batch_of(s, ways.placed, self.kinds), s.constants)
         for q, row in scheduled(self.space, ways.placed):
             one = plain.select(row)
             if s.model.experts:
                 one = one.where(q.schedule != DUALPIPE_V, paired.select(row))
-            b = batch_of(s, q, self._kinds)
+            b = batch_of(s, q, self.kinds)
             rows = Scheduled.of(q, row, one, handed[row], b, flow(b, s.constants, one, handed[row]))
             seconds = ways.floor(row, rows.flow.total, rows.streamed, rows.passes) * self._wait
             keep = np.flatnonzero(self._open(seconds, group[row], found))
@@ -235,7 +242,7 @@ class Bounded:
 
     def _least_bytes(self, p: Layouts) -> Array:
         """Bytes that the first rank holds at least: a layer less than the mean, 1F1B's microbatches in flight."""
-        s, kinds = self.space.subject, self._kinds
+        s, kinds = self.space.subject, self.kinds
         layers, one = float(s.model.layers), np.ones(len(p))
         mean = np.where(p.pipeline > 1, np.maximum(np.floor_divide(layers, p.pipeline) - 1.0, 0.0), layers)
         dense = np.minimum(mean, float(s.model.experts.first_dense if s.model.experts else layers))

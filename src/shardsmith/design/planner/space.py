@@ -271,18 +271,27 @@ class Space:
         """
         key = tuple(degrees)
         if key not in self._placements:
-            widest = max((link.size for link in self.subject.cluster.levels if link.size), default=1)
-            sizes = dict(zip(ORDER_AXES, degrees, strict=True))
             seen: dict[tuple[int, ...], int] = {}
-            for index, order in enumerate(ORDERS):
-                if self.allows("order", order):
-                    stride, strides = 1, dict.fromkeys(ORDER_AXES, 0)
-                    for axis in order.split("-"):
-                        strides[axis] = min(stride, widest) if sizes[axis] > 1 else 0
-                        stride *= sizes[axis]
-                    seen.setdefault(tuple(strides.values()), index)
+            for index, axes in self._orders:
+                stride, strides = 1, [0] * len(degrees)
+                for axis in axes:
+                    if degrees[axis] > 1:
+                        strides[axis] = min(stride, self._widest)
+                        stride *= degrees[axis]
+                seen.setdefault(tuple(strides), index)
             self._placements[key] = list(seen.values())
         return self._placements[key]
+
+    @cached_property
+    def _widest(self) -> int:
+        """Ranks of the widest domain beyond which all links are alike."""
+        return max((link.size for link in self.subject.cluster.levels if link.size), default=1)
+
+    @cached_property
+    def _orders(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Index of each allowed order, and its axes as places in ORDER_AXES."""
+        every = [(i, order) for i, order in enumerate(ORDERS) if self.allows("order", order)]
+        return [(i, tuple(ORDER_AXES.index(axis) for axis in order.split("-"))) for i, order in every]
 
     @cached_property
     def _placements(self) -> dict[tuple[int, ...], list[int]]:

@@ -31,7 +31,7 @@ from shardsmith.design.planner.tables import BLOCK, Frames, distinct, frames_of,
 from shardsmith.plan.precision import Precision, precision
 from shardsmith.plan.setup import Setup
 
-FIRST, LARGEST = 32, 2048
+FIRST, LARGEST = 256, 2048
 """Frames in the first block, which only has to set a mark for the others, and in the largest."""
 AT_ONCE = 512
 """Scheduled plans whose shardings are priced before the mark is looked at again."""

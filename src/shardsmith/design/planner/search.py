@@ -253,7 +253,7 @@ def _unbeaten(every: Sequence[Choice]) -> list[Choice]:
 
 def _choices(s: Subject, q: Question, plans: Sequence[Layouts]) -> list[Choice]:
     setups = [setup_of(s, p, 0, q.base) for p in plans]
-    estimates = estimate_plans(s, setups)
+    estimates = estimate_plans(s, setups) if setups else ()
     return [Choice(setup=a, estimate=e, binds=binds(e, q.limit)) for a, e in zip(setups, estimates, strict=True)]
 
 

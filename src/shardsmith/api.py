@@ -210,14 +210,15 @@ def simulate(
     times: str | None = None,
     target: str | None = None,
     constants: str | Path | None = None,
+    imbalance: float | None = None,
     record: bool = True,
 ) -> Simulation:
     """One step of a plan, event by event: step time, bubble, lanes, and a timeline like a measured one.
 
     `slow` gives factors on the compute time of global ranks. `times` such as `F=1,I=1,W=1` (seconds per microbatch
     and rank) stands in for the cost model, `target` names the software whose behaviour it prices, `constants` a file
-    that `refit` wrote. Without `record` the timeline is left out. Raises `Refused`; see
-    `shardsmith.design.simulator.simulation`.
+    that `refit` wrote, `imbalance` what the fullest expert rank receives over the mean. Without `record` the timeline
+    is left out. Raises `Refused`; see `shardsmith.design.simulator.simulation`.
     """
     from shardsmith.design.cost.constants import values
     from shardsmith.design.simulator.simulation import simulate_plan
@@ -225,7 +226,9 @@ def simulate(
 
     lengths = None if times is None else parse_times(times, "--times")
     current = None if constants is None else values(constants)
-    return simulate_plan(setup, slow=slow, times=lengths, target=target, constants=current, record=record)
+    return simulate_plan(
+        setup, slow=slow, times=lengths, target=target, constants=current, imbalance=imbalance, record=record
+    )
 
 
 def search(
@@ -240,6 +243,7 @@ def search(
     fix: Sequence[str] = (),
     memory_gib: float | None = None,
     target: str | None = None,
+    imbalance: float = 1.0,
     tokens: float | None = None,
     days: float | None = None,
     goal: Literal["fewest", "cheapest"] = "fewest",
@@ -250,11 +254,11 @@ def search(
     """The best plans to train a model on a cluster, best first, with why; needs no torch.
 
     In `float8` run the matrix products of layers, cast from bfloat16. `fix` holds plan fields to one value
-    (`tensor=8`). With `days` and `tokens` the answer is for the `fewest` nodes,
-    of at most `nodes`, that train in time, or the `cheapest` in device hours. `pareto` names numbers of nodes: the
-    answer's `pareto` then holds the plans on them that no other beats in time, memory and devices. Raises `Refused`
-    for bad input, and where no layout is legal (L101), none fits (L102) or none is fast enough (L103), with what
-    would help.
+    (`tensor=8`); the fullest expert rank receives `imbalance` times the mean. With `days` and `tokens` the answer is
+    for the `fewest` nodes, of at most `nodes`, that train in time, or the `cheapest` in device hours. `pareto` names
+    numbers of nodes: the answer's `pareto` then holds the plans on them that no other beats in time, memory and
+    devices. Raises `Refused` for bad input, and where no layout is legal (L101), none fits (L102) or none is fast
+    enough (L103), with what would help.
     """
     from shardsmith.design.cost.subject import DEFAULT_TARGET
     from shardsmith.design.planner.goodput import Failures
@@ -273,6 +277,7 @@ def search(
             ),
             cluster=spec if nodes is None else spec.with_nodes(nodes),
             target=(target or DEFAULT_TARGET) + (FLOAT8 if dtype == "float8" else ""),
+            imbalance=imbalance,
             fixed=fixed_fields(fix),
             count=top,
             fronts=tuple(pareto),
@@ -296,15 +301,18 @@ def serve(
     tpot_ms: float | None = None,
     dtype: ServingDtype = "bfloat16",
     cache_dtype: ServingDtype = "bfloat16",
+    target: str | None = None,
     top: int = 5,
 ) -> ServingResult:
     """Inference layouts: data, tensor, pipeline and expert degrees for `concurrency` requests of `context` tokens.
 
     Counts weights and key/value cache, and says the time to the first token and between tokens by roofline; best
-    first among the layouts that hold the requests and meet the targets. Raises `Refused` (I101 to I103, I201, I202).
+    first among the layouts that hold the requests and meet the targets. `target` names the engine whose behaviour is
+    planned for (vllm). Raises `Refused` (I101 to I103, I201, I202, X351).
     """
-    from shardsmith.design.serving.demand import Demand
+    from shardsmith.design.serving.demand import DEFAULT_SERVER, Demand
     from shardsmith.design.serving.search import search_serving
+    from shardsmith.design.targets import server_named
     from shardsmith.specs.library import cluster_named, model_named
 
     spec = cluster_named(cluster, nodes) if isinstance(cluster, str) else cluster
@@ -317,6 +325,7 @@ def serve(
         tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
         dtype=dtype,
         cache_dtype=cache_dtype,
+        server=server_named(target or DEFAULT_SERVER),
     )
     return search_serving(demand, top=top)
 
@@ -415,23 +424,14 @@ NO_SUCH_RANK = Code(
 DRY_COMPILE = Code(
     code="X205",
     title="dry run of compiled blocks",
-    because="a dry run follows each operator, and what a compiler makes of them is decided on real tensors",
-)
-DRY_OVERLAP = Code(
-    code="X207",
-    title="dry run with overlap inside a layer",
-    because="what overlapped collectives hold while they are under way is in no closed form yet",
+    because="which tensors a compiled block keeps for backward and which it makes again, its compiler decides when it "
+    "cuts the graph in two: another memory than that of the operators that a dry run follows, and in no closed form",
 )
 DRY_AXIS = Code(
     code="X209",
-    title="dry run of context ranks, experts or latent attention",
-    because="the closed forms that a dry run is held against do not hold what ring buffers, dispatched tokens and "
-    "latents take, and figures that nothing confirms are worth nothing",
-)
-DRY_DROPOUT = Code(
-    code="X206",
-    title="dry run with dropout",
-    because="masks are drawn from named generators, which draw nothing without data, and the closed forms lack them",
+    title="dry run of attention across ranks with dropout",
+    because="the closed forms that a dry run is held against do not hold what probabilities of parts of a sequence "
+    "take, and figures that nothing confirms are worth nothing",
 )
 
 
@@ -461,11 +461,15 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """The `ranks` of a plan that were run dry, each beside what the model computes, and the seconds it took."""
+    """The `ranks` of a plan that were run dry, each beside what the model computes, and the seconds it took.
+
+    With experts, those of each rank received `imbalance` times the mean.
+    """
 
     setup: Setup
     ranks: tuple[Compared, ...]
     seconds: float
+    imbalance: float = 1.0
 
     @property
     def fullest(self) -> Compared:
@@ -477,6 +481,7 @@ class DryRun:
         return {
             "plan": str(self.setup.plan),
             "world": self.setup.plan.world,
+            "imbalance": self.imbalance,
             **self.fullest.as_json(),
             "ranks": [compared.as_json() for compared in self.ranks],
             "seconds": self.seconds,
@@ -488,6 +493,7 @@ def dryrun(
     *,
     rank: int | None = None,
     all_stages: bool = False,
+    imbalance: float = 1.0,
     workers: int | None = None,
     timeout_s: float = 3600.0,
 ) -> DryRun:
@@ -495,22 +501,25 @@ def dryrun(
 
     Of a world of any size, on this machine; with `all_stages` one rank of every position of the pipeline. Beside
     each stands what the closed forms say. A plan need not fit on its devices: that is what a dry run shows.
-    Raises `Refused` with everything else that forbids running the plan.
+    Tokens without data choose experts as stated (`layout.routing`): those of a rank that is run receive `imbalance`
+    times the mean. Raises `Refused` with everything else that forbids running the plan.
     """
     started = time.monotonic()
     from shardsmith.layout.check import MEMORY, check
+    from shardsmith.layout.routing import imbalance_faults
 
     raise_errors([fault for fault in check(setup, running=True) if fault.code != MEMORY.code])
-    raise_errors(_dry_faults(setup, rank))
+    raise_errors(_dry_faults(setup, rank) + imbalance_faults(setup, imbalance))
     _require_torch("dryrun")
     from shardsmith.design.footprint.record import computed
     from shardsmith.engine.dryrun.run import dry_run
     from shardsmith.plan.mesh import positions
 
     ranks = positions(setup.plan) if all_stages else (rank or 0,)
-    found = dry_run(setup, ranks, workers=workers, timeout_s=timeout_s)
-    compared = tuple(Compared(run=record, model=computed(setup, record.rank)) for record in found)
-    return DryRun(setup=setup, ranks=compared, seconds=time.monotonic() - started)
+    found = dry_run(setup, ranks, imbalance=imbalance, workers=workers, timeout_s=timeout_s)
+    models = [computed(setup, record.rank, imbalance=imbalance) for record in found]
+    compared = tuple(Compared(run=run, model=model) for run, model in zip(found, models, strict=True))
+    return DryRun(setup=setup, ranks=compared, seconds=time.monotonic() - started, imbalance=imbalance)
 
 
 def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
@@ -523,21 +532,10 @@ def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
     if plan.compile:
         message = "a compiled block has no operators to follow"
         faults.append(DRY_COMPILE.fault(message, *setup.said("plan.compile"), hint="compile = false"))
-    if plan.overlap:
-        message = "collectives would run beside computation"
-        faults.append(DRY_OVERLAP.fault(message, *setup.said("plan.overlap"), hint="leave overlap out"))
-    if plan.context > 1:
-        message = f"context = {plan.context} cuts the sequence"
-        faults.append(DRY_AXIS.fault(message, *setup.said("plan.context"), hint="context = 1"))
-    for part in ("experts", "latent"):
-        if getattr(model, part) is not None:
-            has = (setup.origin(f"model.{part}"), f"[{part}]")
-            faults.append(DRY_AXIS.fault(f"{model.name} is no dense model", has, hint="a model such as llama3-8b"))
-    if model.dropout or model.attention_dropout:
-        said = setup.said("model.dropout", "model.attention_dropout")
-        faults.append(
-            DRY_DROPOUT.fault("the model drops activations", *said, hint="dropout = 0, attention_dropout = 0")
-        )
+    if plan.context > 1 and model.attention_dropout:
+        message = f"context = {plan.context} cuts the sequence, and attention drops probabilities"
+        said = setup.said("plan.context", "model.attention_dropout")
+        faults.append(DRY_AXIS.fault(message, *said, hint="attention_dropout = 0, or context = 1"))
     return faults
 
 
@@ -628,8 +626,11 @@ def generate(
     (F401 to F406) and a tokenizer that is not known (G106) or has more ids than the model (G204).
     """
     _require_torch("generate")
+    from shardsmith.engine.checkpoint.formats import format_of
+
+    format_of(Path(folder), "FOLDER")
     from shardsmith.engine.checkpoint.companions import token_ids, tokenizer_for
-    from shardsmith.engine.checkpoint.formats import open_weights
+    from shardsmith.engine.checkpoint.open import open_weights
     from shardsmith.engine.dataset.indexed import check_vocabulary
     from shardsmith.engine.dataset.tokenizer import open_tokenizer
     from shardsmith.engine.runtime.forked import run_forked

@@ -10,6 +10,7 @@ DROPPING = LLAMA.with_(name="dropping", dropout=0.3, attention_dropout=0.2)
 LONG = GPT.with_(name="long-gpt", context=24)
 """Learned positions, LayerNorm, biases, tied; 12 heads are dealt to 2, 3 and 4 ranks."""
 
+NEAR = "tensor-data-context-pipeline"
 SEQ_LEN = 24
 """Cut into 2 x 2, 2 x 3 and 2 x 4 chunks, and further over two tensor ranks."""
 
@@ -61,6 +62,10 @@ FOUR = (
     cut("ulysses 4, one key/value head, packed", "context=4,ulysses=4", MQA, packed=True),
     cut("data 2, context 2", "data=2,context=2"),
     *(cut(f"data 2, context 2, zero {z}", f"data=2,context=2,zero={z}", packed=True) for z in (1, 2, 3)),
+    *(
+        cut(f"data ranks are nearer than context ranks, zero {z}", f"data=2,context=2,zero={z},order={NEAR}")
+        for z in (1, 2, 3)
+    ),
     cut("replicate 2, context 2, zero 3, tied", "data=2,replicate=2,context=2,zero=3", LONG),
     cut("data 2, ulysses 2, zero 1", "data=2,context=2,ulysses=2,zero=1"),
     cut("tensor 2, context 2", "tensor=2,context=2"),

@@ -95,23 +95,6 @@ FAMILIES = tuple(
     )
 )
 
-SCHEDULES = tuple(
-    row(
-        f"{schedule}, expert 2, zero {zero}",
-        f"pipeline=2,data=2,expert=2,zero={zero},schedule={schedule},microbatches=4",
-        sized(MIXTRAL, ffn=8).with_(layers=4, tied=tied),
-    )
-    for schedule, zero, tied in (
-        ("gpipe", 1, False),
-        ("one_f_one_b", 3, True),
-        ("interleaved", 2, False),
-        ("zb_h1", 2, True),
-        ("zb_v", 3, False),
-        ("looped_bfs", 3, False),
-        ("dualpipe_v", 1, True),
-    )
-)
-
 ZERO = (
     *(row(f"zero {z}, expert 2 of data 4", f"data=4,expert=2,zero={z}", MIXTRAL) for z in (1, 2, 3)),
     *(row(f"zero {z}, 4 experts on 3 shards", f"data=3,zero={z}", MIXTRAL) for z in (1, 2, 3)),
@@ -201,7 +184,6 @@ MOE_TABLE = (
     *ONE_RANK,
     *AXES,
     *FAMILIES,
-    *SCHEDULES,
     *ZERO,
     *SAVERS,
     *CAPACITY,

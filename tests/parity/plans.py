@@ -98,6 +98,7 @@ AXES = (
     *(row(f"pipeline {n}, tied", f"pipeline={n},microbatches=4", GPT) for n in (2, 3, 4)),
     row("pipeline 2, tied llama", "pipeline=2", TIED),
     row("tensor 2, rope scaling and biases", "tensor=2", SCALED),
+    row("microbatches of 2, normalised heads that nothing rotates", "microbatch=2,microbatches=1", GPT, qk_norm=True),
 )
 
 PAIRS = (

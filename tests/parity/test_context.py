@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from context_plans import COMPILED, CONTEXT_TABLE, EIGHT, FOUR, THREE, TWO, cut
+from context_plans import CONTEXT_TABLE, cut
 from plans import Row
+from together import Together, certified
 from torch import Tensor
 
 from shardsmith.engine.dataset.samples import Sample, next_tokens
@@ -17,34 +18,19 @@ from shardsmith.engine.parity.certificate import Case, Certificate, certify_toge
 from shardsmith.engine.runtime import block_attention
 from shardsmith.engine.runtime.group import Arriving
 from shardsmith.engine.train import step
-from shardsmith.layout.check import check
 from shardsmith.plan.stages import stages_per_rank
 from shardsmith.schedule import orders
 
 pytestmark = pytest.mark.ranks
 
 
-def certified(rows: tuple[Row, ...], timeout_s: float = 170.0) -> list[Certificate]:
-    cases = [Case(setup=r.setup, steps=r.steps, packed=r.packed) for r in rows]
-    return certify_together(cases, timeout_s=timeout_s)
-
-
-def failures(rows: tuple[Row, ...], timeout_s: float = 170.0) -> list[str]:
-    for r in rows:
-        assert [f for f in check(r.setup, running=True) if f.severity == "error"] == [], r.name
-    found = zip(rows, certified(rows, timeout_s), strict=True)
-    return [f"{r.name}\n{certificate.summary()}" for r, certificate in found if not certificate.passed]
+CERTIFICATES = Together(CONTEXT_TABLE, timeout_s=380.0)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("rows", [TWO, THREE, FOUR, EIGHT], ids=["2 ranks", "3 ranks", "4 ranks", "8 ranks"])
-def test_a05_every_plan_with_context_equals_one_process(rows: tuple[Row, ...]) -> None:
-    assert "\n".join(failures(rows, timeout_s=380)) == ""
-
-
-@pytest.mark.timeout(400)
-def test_compiled_blocks_with_context_trace_whole_and_compute_the_same() -> None:
-    assert "\n".join(failures(COMPILED, timeout_s=380)) == ""
+@pytest.mark.parametrize("found", CONTEXT_TABLE, ids=lambda found: found.name)
+def test_a05_a_plan_with_context_equals_one_process(found: Row) -> None:
+    CERTIFICATES.holds(found)
 
 
 def test_the_table_has_context_with_everything() -> None:

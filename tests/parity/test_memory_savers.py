@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from plans import GPT, LLAMA, SEQ_LEN, TIED, Row, llama, row
+from together import Together
 
-from shardsmith.engine.parity.certificate import SGD, Case, _batches, certify
+from shardsmith.engine.parity.certificate import SGD, Case, _batches
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.noise import noise_of
 from shardsmith.engine.train.step import Trainer
@@ -29,6 +30,8 @@ ROWS = (
     row("chunks, a rank without a token", "loss_chunk=7,tensor=4", llama(4, vocab=5)),
     row("chunks, tied, zb_v", "loss_chunk=7,pipeline=2,schedule=zb_v", TIED, layers=4),
     row("chunks, tied, zero 3", "loss_chunk=100,data=2,zero=3", TIED),
+    row("chunks, zero 3, zb_h1", "loss_chunk=7,data=2,pipeline=2,zero=3,schedule=zb_h1"),
+    row("chunks, tied, zero 3 per step, zb_v", "loss_chunk=7,zero=3,zero_gather=per_step,schedule=zb_v", TIED),
     row("dropout, tensor 2 sp, full", "recompute=full,tensor=2,sequence_parallel=true", DROPPING),
     row("dropout, data 2 pipeline 2", "data=2,pipeline=2", DROPPING),
 )
@@ -45,17 +48,18 @@ COMPILED = (
 )
 
 
-@pytest.mark.parametrize("found", ROWS, ids=lambda r: r.name)
+PLAIN_FOUND, COMPILED_FOUND = Together(ROWS), Together(COMPILED, timeout_s=380.0)
+
+
+@pytest.mark.parametrize("found", ROWS, ids=lambda found: found.name)
 def test_equal_to_one_process(found: Row) -> None:
-    certificate = certify(found.setup, steps=2, timeout_s=170)
-    assert certificate.passed, certificate.summary()
+    PLAIN_FOUND.holds(found)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("found", COMPILED, ids=lambda r: r.name)
+@pytest.mark.parametrize("found", COMPILED, ids=lambda found: found.name)
 def test_compiled_blocks_trace_whole_and_compute_the_same(found: Row) -> None:
-    certificate = certify(found.setup, steps=2, timeout_s=380)
-    assert certificate.passed, certificate.summary()
+    COMPILED_FOUND.holds(found)
 
 
 def gradients(setup: Setup) -> list[bytes]:

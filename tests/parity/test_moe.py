@@ -11,39 +11,23 @@ import pytest
 import torch
 from moe_plans import DEEPSEEK, MIXTRAL, MOE_TABLE, QWEN
 from plans import Row, row
+from together import Together, certified
 from torch import Tensor
 
 from shardsmith.engine.models import experts
-from shardsmith.engine.parity.certificate import Case, Certificate, certify_together
 from shardsmith.engine.runtime import dispatch
 from shardsmith.engine.runtime.group import Group
-from shardsmith.layout.check import check
-from shardsmith.schedule import orders
 
 pytestmark = pytest.mark.ranks
 
-WORLDS = sorted({r.setup.plan.world for r in MOE_TABLE})
+CERTIFICATES = Together(MOE_TABLE)
 
 
-def certified(rows: list[Row], timeout_s: float = 170.0) -> list[Certificate]:
-    cases = [Case(setup=r.setup, steps=r.steps, packed=r.packed) for r in rows]
-    return certify_together(cases, timeout_s=timeout_s)
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", WORLDS)
-def test_a16_a18_every_plan_with_experts_equals_one_process(world: int) -> None:
-    rows = [r for r in MOE_TABLE if r.setup.plan.world == world]
-    for r in rows:
-        assert [f for f in check(r.setup, running=True) if f.severity == "error"] == [], r.name
-    failed = []
-    for r, certificate in zip(rows, certified(rows, timeout_s=380.0), strict=True):
-        if not certificate.passed:
-            failed.append(f"{r.name}\n{certificate.summary()}")
-        routers = [p for p in certificate.parameters if p.name.endswith("router.weight")]
-        assert routers, r.name
-        assert certificate.as_json()["expert_kernel"] in ("loop", "grouped_mm")
-    assert "\n".join(failed) == ""
+@pytest.mark.parametrize("found", MOE_TABLE, ids=lambda found: found.name)
+def test_a16_a18_a_plan_with_experts_equals_one_process(found: Row) -> None:
+    certificate = CERTIFICATES.holds(found)
+    assert any(p.name.endswith("router.weight") for p in certificate.parameters)
+    assert certificate.as_json()["expert_kernel"] in ("loop", "grouped_mm")
 
 
 def test_the_table_has_expert_with_everything() -> None:
@@ -57,7 +41,6 @@ def test_the_table_has_expert_with_everything() -> None:
         assert any(getattr(p, first) > 1 and getattr(p, second) > 1 for p in plans), (first, second)
     assert any((p.data, p.context, p.tensor, p.expert) == (2, 2, 2, 4) for p in plans)
     assert {p.zero for p in plans} == {0, 1, 2, 3}
-    assert {p.schedule for p in plans if p.pipeline > 1} == set(orders.names())
     assert {p.recompute for p in plans} == {"none", "selective", "full"}
     assert {s.model.experts.balance for s in strict if s.model.experts is not None} == {"aux_loss", "bias"}
     single = [r.setup for r in MOE_TABLE if r.setup.workload.dtype == "float32"]

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from plans import GPT, TABLE, Row, row
+from together import Together
+from together import certified as certified_together
 
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.models import initialise
-from shardsmith.engine.parity.certificate import Certificate, certify
+from shardsmith.engine.parity.certificate import Certificate
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.train import step
 from shardsmith.engine.train.stage_work import StageWork
-from shardsmith.layout.check import check
 from shardsmith.layout.facts import Shard
 from shardsmith.plan.batch import batching
 from shardsmith.plan.plan import Plan
@@ -27,19 +28,18 @@ from shardsmith.specs.model import Weight
 
 pytestmark = pytest.mark.ranks
 
-TIMEOUT_S = 60.0
+CERTIFICATES = Together(TABLE)
 
 
 def certified(found: Row) -> Certificate:
-    return certify(found.setup, steps=found.steps, packed=found.packed, timeout_s=TIMEOUT_S)
+    (certificate,) = certified_together([found], 60.0)
+    return certificate
 
 
-@pytest.mark.parametrize("found", TABLE, ids=[r.name for r in TABLE])
+@pytest.mark.parametrize("found", TABLE, ids=lambda found: found.name)
 def test_plan_equals_one_process(found: Row) -> None:
-    assert [f for f in check(found.setup, running=True) if f.severity == "error"] == []
-    certificate = certified(found)
+    certificate = CERTIFICATES.holds(found)
     assert certificate.tolerance == {"float64": 1e-10, "float32": 2e-5}[found.setup.workload.dtype]
-    assert certificate.passed, certificate.summary()
 
 
 def plans(**degrees: int) -> list[Row]:

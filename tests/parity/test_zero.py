@@ -6,25 +6,22 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from plans import Row, row
+from together import Together, certified
 from torch import Tensor
 from zero_plans import ZERO_TABLE
 
 from shardsmith.engine.parallel.data import Bucket
-from shardsmith.engine.parity.certificate import certify
 from shardsmith.engine.runtime.packing import Packing
 from shardsmith.engine.runtime.units import Unit
-from shardsmith.layout.check import check
 
 pytestmark = pytest.mark.ranks
 
-TIMEOUT_S = 60.0
+CERTIFICATES = Together(ZERO_TABLE)
 
 
-@pytest.mark.parametrize("row", ZERO_TABLE, ids=[row.name for row in ZERO_TABLE])
-def test_sharded_plan_equals_one_process(row: Row) -> None:
-    assert [f for f in check(row.setup, running=True) if f.severity == "error"] == []
-    certificate = certify(row.setup, steps=row.steps, timeout_s=TIMEOUT_S)
-    assert certificate.passed, certificate.summary()
+@pytest.mark.parametrize("found", ZERO_TABLE, ids=lambda found: found.name)
+def test_sharded_plan_equals_one_process(found: Row) -> None:
+    CERTIFICATES.holds(found)
 
 
 def _last_microbatch_only(packing: Packing, flat: Tensor, shards: Sequence[Tensor]) -> None:
@@ -51,6 +48,6 @@ def test_broken_sharding_is_caught(
     owner: type, method: str, broken: Callable[..., None], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, method, broken)
-    certificate = certify(row("broken", line).setup, steps=2, timeout_s=TIMEOUT_S)
+    (certificate,) = certified([row("broken", line)], 60.0)
     assert not certificate.passed, f"{owner.__name__}.{method} may be broken without notice"
     assert certificate.worst > 1e-6

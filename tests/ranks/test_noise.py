@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from torch import Tensor
 
 from shardsmith.engine.runtime.noise import Noise, noise_of
+from shardsmith.layout import dropout
 
 CPU = torch.device("cpu")
 NOISE = noise_of(1, 0, (4, 9), CPU)
@@ -53,3 +55,10 @@ def test_neighbours_in_every_direction_agree_no_more_than_by_chance() -> None:
             size = mask.shape[dim] - 1
             same = mask.narrow(dim, 0, size) == mask.narrow(dim, 1, size)
             assert abs(same.float().mean().item() - chance) < 5 * (chance * (1 - chance) / same.numel()) ** 0.5
+
+
+def test_masks_made_by_parts_are_those_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = NOISE.drop_probabilities(torch.ones(2, 3, 8, 10), 0.5), kept(NOISE, 0.5)
+    monkeypatch.setattr(dropout, "WORDS", 64)
+    assert torch.equal(NOISE.drop_probabilities(torch.ones(2, 3, 8, 10), 0.5), whole[0])
+    assert torch.equal(kept(NOISE, 0.5), whole[1])

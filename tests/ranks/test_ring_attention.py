@@ -23,10 +23,11 @@ from shardsmith.engine.runtime.block_attention import _attend_by_products as att
 from shardsmith.engine.runtime.block_attention import _backward_by_products as backward_by_products
 from shardsmith.engine.runtime.group import Arriving, Group
 from shardsmith.engine.runtime.groups import make_groups
-from shardsmith.engine.runtime.key_blocks import TILE, key_blocks
 from shardsmith.engine.runtime.recorder import Recorder
+from shardsmith.engine.runtime.ring_attention import mask_of
 from shardsmith.engine.runtime.sequence_parts import Parts
 from shardsmith.layout.axes.context import places
+from shardsmith.layout.key_blocks import TILE, key_blocks
 from shardsmith.plan.mesh import mesh_of
 from shardsmith.plan.plan import Plan
 
@@ -207,8 +208,8 @@ def test_blocks_are_exactly_the_mask(data: st.DataObject) -> None:
     flat = [torch.tensor([p for part in parts for p in part]) for parts in held]
     tile = data.draw(st.sampled_from((1, 3, 1024)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardsmith.engine.runtime.key_blocks.TILE", tile)
-        patch.setattr("shardsmith.engine.runtime.key_blocks._blocks_of_whole", _uncached)
+        patch.setattr("shardsmith.layout.key_blocks.TILE", tile)
+        patch.setattr("shardsmith.layout.key_blocks._blocks_of_whole", _uncached)
         every = key_blocks(held, own, documents, window)
     for source, blocks in enumerate(every):
         for block in blocks:
@@ -216,7 +217,7 @@ def test_blocks_are_exactly_the_mask(data: st.DataObject) -> None:
             assert block.kind != "masked" or len(rows) <= tile
             seen = torch.ones(len(rows), len(keys), dtype=torch.bool)
             seen = seen.tril() if block.kind == "causal" else seen[None, None]
-            shown = block.mask(device)
+            shown = mask_of(block, device)
             found[:, :, rows[:, None], keys[None]] += (seen if shown is None else shown).long()
     expected = torch.zeros_like(found)
     expected[:, :, flat[own]] = mask[:, :, flat[own]].long()
@@ -224,7 +225,7 @@ def test_blocks_are_exactly_the_mask(data: st.DataObject) -> None:
 
 
 def _uncached(parts: Any, own: int, window: int | None) -> Any:
-    from shardsmith.engine.runtime.key_blocks import _blocks
+    from shardsmith.layout.key_blocks import _blocks
 
     return _blocks(parts, own, None, window)
 

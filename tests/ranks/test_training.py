@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardsmith.engine.checkpoint.run_folder import WEIGHTS_FILE
+from shardsmith.engine.checkpoint.formats import WEIGHTS_FILE
 from shardsmith.engine.dataset.batches import Synthetic, batches_of
 from shardsmith.engine.dataset.open import open_data
 from shardsmith.engine.dataset.prepare import prepare

@@ -41,6 +41,9 @@ def test_g04_attention_that_is_not_fused_keeps_its_scores() -> None:
     assert plain[0] - fused[0] == pytest.approx(5 * 20 * 1024**2 * 4)
     assert fused[0] == pytest.approx(1024 * 4 * 1280 * 32)
     assert 36 * (plain[0] - fused[0]) == pytest.approx(21.52e9 - 6.42e9, rel=1e-3)
+    dropped, _ = kept_per_layer(replace(batch, flash=np.ones(1), dropout=np.ones(1)))
+    assert dropped[0] == pytest.approx(1024 * 4 * 1280 * 34)
+    assert 36 * dropped[0] == pytest.approx(6.42e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(

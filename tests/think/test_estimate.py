@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardsmith import api
 from shardsmith.design.cost.estimate import estimate, rank_memory
 from shardsmith.design.cost.layouts import ORDERS, batch_of, layouts_of, strides
 from shardsmith.design.cost.price import peak
@@ -96,6 +97,45 @@ def test_published_runs_are_met() -> None:
     meta = "tensor=8,pipeline=16,data=128,zero=1,sequence_parallel=true,schedule=interleaved,stages_per_rank=4"
     large = setup_of(meta, "llama3-405b", cluster="h100", nodes=2048, seq_len=8192, global_batch=2048)
     assert estimate(large).tflops_per_gpu == pytest.approx(400, rel=0.1)
+
+
+def test_the_fullest_expert_rank_is_what_all_wait_for() -> None:
+    line = "data=16,expert=8,zero=1,microbatch=1"
+    setup = setup_of(line, "qwen3-30b-a3b")
+    found = {share: estimate(setup, imbalance=share) for share in (1.0, 1.3, 4.0)}
+    assert found[1.0] == estimate(setup)
+    assert found[1.0].step_time_s < found[1.3].step_time_s < found[4.0].step_time_s
+    # Of what a microbatch keeps, the rows of experts grow, and nothing else.
+    kept = [found[share].memory[0].items["activations"] for share in (1.0, 1.3, 4.0)]
+    assert (kept[2] - kept[0]) / (kept[1] - kept[0]) == pytest.approx(10.0)
+    model = setup.model
+    assert model.experts
+    routed = 4096 * model.experts.top_k * (2 * model.hidden + 3 * model.experts.ffn) * 2
+    assert kept[1] - kept[0] == pytest.approx(0.3 * routed * model.layers)
+    states = [[f.memory[0].items[name] for name in ("weights", "gradients", "optimizer")] for f in found.values()]
+    assert states[0] == states[1] == states[2]
+
+
+@pytest.mark.parametrize(("model", "imbalance"), [("qwen3-30b-a3b", 8.5), ("qwen3-30b-a3b", 0.9), ("llama3-8b", 1.1)])
+def test_no_routing_is_so_uneven(model: str, imbalance: float) -> None:
+    setup = setup_of("data=16,expert=8,zero=1" if model != "llama3-8b" else "data=16", model)
+    with pytest.raises(Refused, match="E107"):
+        estimate(setup, imbalance=imbalance)
+    with pytest.raises(Refused, match="E107"):
+        estimate(setup, imbalance=float("nan"))
+
+
+def test_a_search_and_a_simulation_take_an_imbalance() -> None:
+    asked = {"nodes": 1, "global_batch": 64, "seq_len": 4096, "top": 1, "fix": ("expert=8", "tensor=1", "pipeline=1")}
+    even = api.search("qwen3-30b-a3b", "h200", **asked)  # type: ignore[arg-type]
+    uneven = api.search("qwen3-30b-a3b", "h200", imbalance=1.5, **asked)  # type: ignore[arg-type]
+    assert uneven.best.estimate.step_time_s > 1.02 * even.best.estimate.step_time_s
+    assert uneven.best.estimate == estimate(uneven.best.setup, imbalance=1.5)
+    assert "1.5 times the mean" in " ".join(uneven.assumptions)
+    times = [api.simulate(even.best.setup, imbalance=share, record=False).seconds for share in (None, 1.0, 1.5)]
+    assert times[0] == times[1] < times[2]
+    with pytest.raises(Refused, match="S403"):
+        api.simulate(even.best.setup, imbalance=1.5, times="F=1,I=1,W=1")
 
 
 def test_what_cannot_be_priced_is_refused() -> None:

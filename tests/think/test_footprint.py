@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from shardsmith.design.cost.held import kept_layer
+from shardsmith.design.cost.layouts import batch_of, layouts_of
+from shardsmith.design.cost.subject import subject_of
 from shardsmith.design.footprint.step import footprint
 from shardsmith.design.footprint.tape import Tape
 from shardsmith.layout.shards import rank_states
 from shardsmith.plan.file import make_setup
+from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
+from shardsmith.specs.job import Dtype
 
 
 def setup_of(line: str, microbatches: int = 8) -> Setup:
@@ -66,3 +73,31 @@ def test_a_tape_counts_holders_and_remembers_the_largest_moment() -> None:
     assert tape.total == 0
     with pytest.raises(AssertionError, match="once too often"):
         tape.free(first)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("line", ["pipeline=4", "pipeline=2,tensor=2,sequence_parallel=true"])
+def test_g04_dropout_keeps_a_byte_an_element_of_each_mask(line: str, dtype: Dtype) -> None:
+    """What each further microbatch keeps on the first rank, in the closed form of the engine and in the cost model."""
+
+    def each(dropout: float) -> tuple[float, float]:
+        few, many = (_with(line, n, dtype, dropout) for n in (8, 16))
+        kept = (footprint(many, 0)["activations"] - footprint(few, 0)["activations"]) / 8
+        subject = subject_of(few)
+        layouts, kinds = layouts_of([few.plan], few.model, few.workload), precision(few.plan, few.workload)
+        return kept, float(kept_layer(subject, layouts, batch_of(subject, layouts, kinds))[0][0])
+
+    (kept, layer), (plain, plain_layer) = each(0.1), each(0.0)
+    setup = _with(line, 8, dtype, 0.1)
+    mask = 64 * setup.model.hidden / setup.plan.tensor
+    layers = setup.model.layers // setup.plan.pipeline
+    assert layer - plain_layer == 2 * mask
+    assert kept - plain == (2 * layers + 1) * mask  # the embedding's, too
+
+
+def _with(line: str, microbatches: int, dtype: Dtype, dropout: float) -> Setup:
+    plan = f"{line},schedule=gpipe,microbatch=1"
+    setup = make_setup(plan=plan, cluster="h100", nodes=1, seq_len=64, global_batch=microbatches, dtype=dtype)
+    device = replace(setup.cluster.device, peak_tflops={**setup.cluster.device.peak_tflops, "float32": 67.0})
+    cluster = replace(setup.cluster, device=device)
+    return replace(setup, model=setup.model.with_(dropout=dropout), cluster=cluster)

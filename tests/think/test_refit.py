@@ -148,6 +148,23 @@ def test_an_option_that_would_be_ignored_is_wrong_usage(line: list[str], said: s
     assert said in done.output
 
 
+@pytest.mark.parametrize("milliseconds", ["0.000001", "1000000000000.0"])
+def test_a_log_that_no_machine_writes_is_refused(tmp_path: Path, setup: Setup, milliseconds: str) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"elapsed time per iteration (ms): {milliseconds} |")
+    with pytest.raises(Refused, match="F723") as refused:
+        api.refit(log, setup, out=tmp_path / "constants.toml")
+    assert f"step time = {float(milliseconds) / 1e3:g} s" in str(refused.value)
+    assert not (tmp_path / "constants.toml").exists()
+
+
+def test_step_times_of_nothing_are_none(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("elapsed time per iteration (ms): 0.0 |")
+    with pytest.raises(Refused, match="F721"):
+        read_log(log, LOAD)
+
+
 def test_refusals_of_a_refit(tmp_path: Path, setup: Setup) -> None:
     log = tmp_path / "train.log"
     log.write_text("elapsed time per iteration (ms): 2000.0 |")

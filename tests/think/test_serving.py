@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,8 +13,9 @@ from shardsmith.design.cost.constants import values
 from shardsmith.design.reports.serving_tables import serving_tables
 from shardsmith.design.serving.demand import Demand, servings
 from shardsmith.design.serving.latency import BOUNDS, latency
-from shardsmith.design.serving.memory import USABLE, cache_token, cached_tokens, serving_memory, weight_bytes
+from shardsmith.design.serving.memory import cache_token, cached_tokens, held_tokens, serving_memory, weight_bytes
 from shardsmith.design.serving.search import ServingResult, search_serving
+from shardsmith.design.targets import server_named, target_names
 from shardsmith.errors import Refused
 from shardsmith.specs.library import cluster_named, model_named
 from shardsmith.specs.model import parameter_count
@@ -76,10 +77,72 @@ def test_memory_is_the_sum_that_it_says() -> None:
     d = demand()
     s = servings(d)
     m = serving_memory(d, s)
-    assert m.weights + m.workspace + m.room == pytest.approx(USABLE * 79.18 * GIB)
+    assert m.weights + m.workspace + m.room == pytest.approx(0.9 * 79.18 * GIB)
     for choice in serve().plans:
         assert choice.most >= 64
-        assert choice.weights + choice.workspace + choice.kv <= USABLE * 79.18 * GIB
+        assert choice.weights + choice.workspace + choice.kv <= 0.9 * 79.18 * GIB
+
+
+def test_vllm_is_read_feature_by_feature() -> None:
+    """Every declared feature of the engine changes what is planned, and nothing else does."""
+    vllm = server_named("vllm")
+    assert vllm.origin
+    assert "vllm" not in target_names()
+    base, moe = demand(nodes=2), demand("qwen3-30b-a3b", concurrency=1024)
+    narrow = replace(base, dtype="float8")
+    cases = {
+        "memory_share": (base, 0.8),
+        "reserve_gib": (base, 3.0),
+        "block_tokens": (replace(base, context=8000), 256),
+        "latent_block_tokens": (demand("deepseek-v3", nodes=4, context=8000), 256),
+        "large_chunk_tokens": (base, 1024),
+        "large_requests": (base, 4096),
+        "large_memory_gib": (base, 100.0),
+        "never_large": (base, ("H100",)),
+        "chunk_tokens": (replace(base, cluster=cluster_named("a100", 2)), 512),
+        "requests": (replace(base, cluster=cluster_named("a100", 2)), 4096),
+        "graph_requests": (base, 8),
+        "kernels": (base, 20.0),
+        "expert_kernels": (moe, 30.0),
+        "own_reduce_bytes": (base, 1024),
+        "own_reduce_ranks": (base, (2, 4)),
+        "hop_tensors": (base, 1.0),
+        "copies_kv": (base, False),
+        "experts_over_data": (moe, False),
+        "narrow_ends": (narrow, True),
+        "logit_bytes": (base, 12.0),
+    }
+    assert set(cases) | {"name", "origin"} == {f.name for f in fields(vllm)}
+
+    def planned(d: Demand) -> list[tuple[float, ...]]:
+        s = servings(d)
+        m, t = serving_memory(d, s), latency(d, s)
+        return [tuple(column) for column in (s.tensor, s.expert, m.weights, m.request, m.room, t.ttft, t.tpot)]
+
+    for name, (d, value) in cases.items():
+        other = replace(d, server=replace(vllm, **{name: value}))
+        assert planned(other) != planned(d), f"{name} is read by nobody"
+
+
+def test_what_vllm_takes_of_a_device() -> None:
+    """Defaults of `vllm serve`: chunks of 8192 and 1024 requests from 70 GiB on, A100 excepted; blocks of 16 tokens."""
+    for cluster, chunk, rows in (("h100", 8192, 1024), ("a100", 2048, 256), ("h200", 8192, 1024)):
+        d = demand(cluster=cluster)
+        device = d.cluster.device
+        assert (d.server.chunk(device), d.server.reserved_requests(device)) == (chunk, rows)
+    assert held_tokens(demand(context=8185)) == 8192
+    assert held_tokens(demand("deepseek-v3", nodes=4, context=8129)) == 8192
+    assert held_tokens(demand("mistral-7b", context=32768)) == 4096
+
+
+def test_sums_in_one_kernel_are_small_and_inside_a_fast_domain() -> None:
+    few, many = demand(concurrency=16, nodes=2), demand(concurrency=2048, nodes=2)
+    for d, saved in ((few, True), (many, False)):
+        s = servings(d)
+        without = replace(d, server=replace(d.server, own_reduce_ranks=()))
+        faster = latency(d, s).tpot < latency(without, s).tpot * (1 - 1e-12)
+        assert faster[(s.tensor == 8) & (s.pipeline == 1)].all() == saved
+        assert not faster[(s.tensor == 16) | (s.tensor == 1)].any()
 
 
 def test_one_request_on_one_device_decodes_as_fast_as_its_weights_are_read() -> None:

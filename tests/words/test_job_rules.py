@@ -123,3 +123,8 @@ eval_every = 10
     assert sorted(f.code for f in refused.value.faults) == ["F207", "G401", "G403"]
     ignored = next(f for f in refused.value.faults if f.code == "F207")
     assert ignored.values == (("job.toml", "min_lr = 1e-05"), ("default", 'schedule = "constant"'))
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, math.nan, math.inf, 1e308])
+def test_a_wait_without_end_is_refused(timeout: float) -> None:
+    assert [fault.code for fault in job_faults(Data(), Optimisation(), Run(timeout_s=timeout))] == ["F206"]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import combinations, permutations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardsmith.layout.axes.data import buckets, states
+from shardsmith.layout.axes.data import buckets, shard_index, states
 from shardsmith.layout.axes.tensor import chunk, legal_tensor_degrees
 from shardsmith.layout.collectives import collectives, ring_bytes
 from shardsmith.layout.shards import local_shards, shard, stage_states, stage_weights
 from shardsmith.plan.file import make_setup
-from shardsmith.plan.mesh import Coord, mesh_of
+from shardsmith.plan.mesh import AXES, Coord, mesh_of
+from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.shrink import shrink
 from shardsmith.plan.stages import stages
@@ -297,3 +300,22 @@ def test_a_shrunk_setup_keeps_copies_window_and_norms() -> None:
     assert small.model.window is not None
     assert small.model.window < small.workload.seq_len
     assert shrink(setup("tensor=4")).model.window is None
+
+
+@pytest.mark.parametrize("order", ["-".join(axes) for axes in permutations(("tensor", "context", "data", "pipeline"))])
+def test_a_place_is_the_position_that_torch_gives_in_a_group(order: str) -> None:
+    """torch numbers a group by rank, whatever the order in which its ranks are named."""
+    mesh = mesh_of(Plan(data=6, replicate=2, tensor=2, pipeline=2, context=2, order=order))
+    for rank in range(mesh.world):
+        for axes in (*combinations(AXES, 2), ("shard", "context", "tensor"), *((axis,) for axis in AXES)):
+            group = mesh.group(rank, *axes)
+            assert list(group) == sorted(set(group))
+            assert group[mesh.place(mesh.coord(rank), *axes)] == rank
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("order", ["tensor-context-data-pipeline", "data-context-tensor-pipeline"])
+def test_zero_deals_rows_in_the_order_of_its_group(order: str, zero: int) -> None:
+    plan = Plan(data=2, context=2, zero=zero, order=order)  # type: ignore[arg-type]
+    mesh = mesh_of(plan)
+    assert [shard_index(plan, mesh.coord(rank)) for rank in range(4)] == ([0, 1, 2, 3] if zero else [0] * 4)

@@ -119,7 +119,8 @@ def test_g01_experts_are_divided_by_expert_and_expert_tensor_not_by_tensor() -> 
 def test_capacity_rounds_up_and_never_exceeds_the_sequence() -> None:
     experts = Experts(count=4, top_k=2, ffn=8)
     assert capacity(experts, None, 12) is None
-    assert [capacity(experts, factor, 12) for factor in (0.01, 1.0, 1.25, 8.0)] == [1, 6, 8, 12]
+    factors = (0.01, 1.0, 1.25, 8.0, 1e308)
+    assert [capacity(experts, factor, 12) for factor in factors] == [1, 6, 8, 12, 12]
 
 
 def test_calls_of_a_moe_step() -> None:

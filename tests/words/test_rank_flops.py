@@ -54,6 +54,15 @@ def test_copied_heads_and_chunked_losses_cost_more() -> None:
     assert total(chunked) == model_flops(chunked.model, seq_len=SEQ_LEN, tokens=tokens).total + head
 
 
+def test_chunked_logits_are_made_a_third_time_where_their_weight_gradient_waits() -> None:
+    """Under ZeRO 3 it does not wait: the head would have to be gathered again."""
+    waits, whole = (
+        make_setup(plan=f"data=2,pipeline=2,schedule=zb_h1,loss_chunk=16,zero={zero}", seq_len=SEQ_LEN, global_batch=8)
+        for zero in (1, 3)
+    )
+    assert total(waits) - total(whole) == 2 * waits.model.vocab * waits.model.hidden * 8 * SEQ_LEN
+
+
 def test_a_mask_is_not_skipped() -> None:
     """With a window the kernel is given a mask, and multiplies what the mask then drops."""
     base = make_setup(plan="", seq_len=SEQ_LEN, global_batch=2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,69 @@ def test_a_row_of_no_tensor_ranks_is_skipped(tmp_path: Path) -> None:
     skipped = json.loads(result.stdout)["skipped"]
     assert [row["id"] for row in skipped] == ["zero"]
     assert "tp" in skipped[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", "--timeout", "nan"),
+        ("verify", "--timeout", "inf"),
+        ("dryrun", "--timeout", "0"),
+        ("prepare", "x.txt", "--out", "y", "--limit-mb", "nan"),
+        ("generate", "run", "--temperature", "inf"),
+        ("schedule", "solved", "--effort", "nan"),
+    ],
+)
+def test_what_is_no_number_bounds_nothing(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert "is not in the range" in result.stderr
+
+
+@pytest.mark.parametrize("factor", ["1e308", "nan", "0"])
+def test_a_straggler_slower_than_sense_is_refused(factor: str) -> None:
+    assert codes("simulate", "--plan", "pipeline=2", "--slow", f"0={factor}") == ["S402"]
+
+
+def test_an_output_without_a_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert codes("prepare", str(tmp_path / "a.txt"), "--out", "") == ["G005"]
+
+
+TORCHLESS = """
+import sys
+from click.testing import CliRunner
+from shardsmith.cli.main import main
+out = CliRunner().invoke(main, sys.argv[1:])
+assert out.exit_code == 1, out.output
+print("torch" in sys.modules, out.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("convert", "nowhere", "there"), "F406"),
+        (("generate", "nowhere"), "F406"),
+        (("train", "job.toml"), "F506"),
+        (("train", "job.toml", "--set", "run.resume=never", "--set", "run.init=nowhere"), "F406"),
+    ],
+)
+def test_h01_a_wrong_folder_is_refused_before_torch_is_imported(
+    words: tuple[str, ...], code: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("some words to learn, and some more of them")
+    CliRunner().invoke(main, ["prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "text")])
+    tables = (
+        "workload = {seq_len = 8, global_batch = 2}",
+        'model = {preset = "tiny-llama"}',
+        'data = {path = "text"}',
+        'run = {resume = "nowhere"}',
+    )
+    (tmp_path / "job.toml").write_text("\n".join(tables))
+    line = [sys.executable, "-c", TORCHLESS, *words]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    imported, _, said = done.stdout.partition(" ")
+    assert imported == "False"
+    assert code in said

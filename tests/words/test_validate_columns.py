@@ -1,5 +1,7 @@
 """A CSV of measured runs: missing columns are named, and the guide's table is that of the code."""
 
+import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,33 @@ def test_skipped_rows_come_with_their_reason(tmp_path: Path) -> None:
     assert "no row can be scored" in text
     assert "skipped 2: dense: scored apart (" in text
     assert said(tmp_path / "runs.csv")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("hidden", "1e300", "hidden = 1e+300 is not from 0 to 1e+15"),
+        ("hidden", "inf", "hidden = inf is not from 0 to 1e+15"),
+        ("tp", "1e-300", "tp = 1e-300 is below 1"),
+        ("iter_time_best_s", "1e300", "iter_time_best_s = 1e+300 is not from 0 to 1e+15"),
+        ("iter_time_best_s", "1e-300", "measured step time = 1e-300: not from 1e-06 to 1e+07"),
+        ("peak_mem_gb", "1e300", "peak_mem_gb = 1e+300 is not from 0 to 1e+15"),
+    ],
+)
+def test_sizes_that_nothing_has_are_skipped_and_json_stays_json(
+    tmp_path: Path, column: str, value: str, reason: str
+) -> None:
+    with RUNS.open(newline="") as file:
+        rows = list(csv.DictReader(file))[:2]
+    rows[0][column] = value
+    with (tmp_path / "runs.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    code, text = said(tmp_path / "runs.csv", "--json")
+    data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (code, len(data["rows"])) == (0, 1)
+    assert data["skipped"] == [{"id": rows[0]["id"], "reason": reason}]
 
 
 def test_every_column_is_explained_in_the_guide_and_known() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,24 @@ FILE = Code(
     title="a file that cannot be read or written",
     because="the operating system says no: the folder is not there, or its rights forbid it, or the disk is full",
 )
+
+
+class Amount(click.FloatRange):
+    """A finite number above 0, or from 0 on with `zero`, and at most `most`: what is no number bounds nothing."""
+
+    def __init__(self, *, most: float = 1e15, zero: bool = False) -> None:
+        super().__init__(min=0.0, max=most, min_open=not zero)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """`value` as a float; nan is in no range, but compares as if it were."""
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{found} is not in the range {self._describe_range()}.", param, ctx)
+        return float(found)
+
+
+PATIENCE = Amount(most=30 * 86400.0)
+"""Seconds that a person may wait for an answer, up to 30 days."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.common import PATIENCE, Answer, verb
 from shardsmith.cli.inputs import setup_options
 from shardsmith.layout.record import ITEMS, Compared, StepRecord, by_kind
 from shardsmith.plan.setup import Setup
@@ -21,16 +21,27 @@ TFLOP = 1e12
 @setup_options
 @click.option("--rank", type=int, help="Global rank to run (default: 0).")
 @click.option("--all-stages", is_flag=True, help="One rank of every position of the pipeline.")
+@click.option(
+    "--imbalance",
+    default=1.0,
+    show_default=True,
+    metavar="F",
+    help="Rows that a rank's experts receive, as a multiple of the mean.",
+)
 @click.option("--workers", type=click.IntRange(1), help="Processes that share the ranks (default: one a CPU).")
-@click.option("--timeout", default=3600.0, show_default=True, help="Seconds after which the dry run is given up.")
-def command(setup: Setup, rank: int | None, all_stages: bool, workers: int | None, timeout: float) -> Answer:
+@click.option(
+    "--timeout", type=PATIENCE, default=3600.0, show_default=True, help="Seconds after which the dry run is given up."
+)
+def command(
+    setup: Setup, rank: int | None, all_stages: bool, imbalance: float, workers: int | None, timeout: float
+) -> Answer:
     """Run the real training step of one rank, of a world of any size, on tensors without data.
 
     Shows peak memory by item, collectives and FLOPs as the engine does them, and as the closed forms say.
     """
     if all_stages and rank is not None:
         raise click.UsageError("--rank and --all-stages exclude each other")
-    found = api.dryrun(setup, rank=rank, all_stages=all_stages, workers=workers, timeout_s=timeout)
+    found = api.dryrun(setup, rank=rank, all_stages=all_stages, imbalance=imbalance, workers=workers, timeout_s=timeout)
     return Answer(data=found.as_json(), show=_show(found))
 
 
@@ -41,6 +52,9 @@ def _show(found: api.DryRun) -> tuple[RenderableType, ...]:
         f"global batch {setup.workload.global_batch}, {setup.workload.dtype}; {found.seconds:.1f} s",
         f"plan: {plan}",
     ]
+    if setup.model.experts is not None:
+        load = "balanced" if found.imbalance == 1.0 else f"{found.imbalance:g} times the mean on a rank shown"
+        parts.append(f"routing: as stated, {load}")
     if len(found.ranks) > 1:
         parts.append(_ranks_table(found.ranks))
     return (*parts, _memory_table(found.fullest), _work_table(found.fullest))

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.common import Amount, Answer, verb
 
 
 @click.command("generate")
@@ -20,7 +20,7 @@ from shardsmith.cli.common import Answer, verb
     "--temperature",
     default=0.0,
     show_default=True,
-    type=click.FloatRange(0),
+    type=Amount(most=1e6, zero=True),
     help="0: the most likely token each time; above: drawn, the higher the freer.",
 )
 @click.option(

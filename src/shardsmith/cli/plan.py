@@ -38,7 +38,8 @@ DTYPES = (*get_args(Dtype), "float8")
 @click.option("--top", type=int, default=5, help="Combinations of degrees to rank.")
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help="Hold a plan field to one value (repeatable).")
 @click.option("--memory-gib", type=float, help="What a rank may hold (default: all of the device).")
-@click.option("--target", help="Software whose kernels and overlap are priced (default: megatron-core).")
+@click.option("--target", help="Software that is planned for (default: megatron-core; with --serve: vllm).")
+@click.option("--imbalance", type=float, default=1.0, help="Rows of the fullest expert rank over the mean.")
 @click.option("--tokens", type=float, help="Tokens to train on: adds days, device hours and goodput.")
 @click.option("--days", type=float, help="Train in so many days, with the fewest nodes or the fewest device hours.")
 @click.option("--goal", type=click.Choice(["fewest", "cheapest"]), default="fewest", help="What --days minimises.")
@@ -72,6 +73,7 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
         fix=options["fix"],
         memory_gib=options["memory_gib"],
         target=options["target"],
+        imbalance=options["imbalance"],
         tokens=options["tokens"],
         days=options["days"],
         goal=options["goal"],

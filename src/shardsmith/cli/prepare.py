@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.common import Amount, Answer, verb
 from shardsmith.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ SHOWN = 10
     help="Which files of a folder to read, by name or path below it; may be repeated. Default: endings of text files.",
 )
 @click.option("--eod", help="The end-of-document token of a BPE or tokenizer.json.", metavar="TOKEN")
-@click.option("--limit-mb", type=click.FloatRange(min=0, min_open=True), help="Read only the first so many 1e6 bytes.")
+@click.option("--limit-mb", type=Amount(), help="Read only the first so many 1e6 bytes.")
 @click.option("--key", default="text", show_default=True, help="The key of the text in JSONL and Parquet records.")
 @click.option(
     "--turn",

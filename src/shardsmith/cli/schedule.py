@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.common import PATIENCE, Answer, verb
 from shardsmith.schedule.closed_form import ClosedForm
 from shardsmith.schedule.grid import GOES_ON, IDLE, Drawing
 from shardsmith.schedule.play import weight_versions
@@ -35,7 +35,7 @@ MOST_CELLS = 4000
 @click.option("--stage-times", help="solved: a factor on the lengths for each stage, such as 1,1,1,1.5.")
 @click.option("--live", type=int, help="solved: most microbatches that a rank holds between F and I, per stage.")
 @click.option("--deferred", type=int, help="solved: most microbatches that a rank holds between I and W, per stage.")
-@click.option("--effort", type=float, default=20.0, help="solved: how long to search, in about seconds.")
+@click.option("--effort", type=PATIENCE, default=20.0, help="solved: how long to search, in about seconds.")
 @click.option("--grid/--no-grid", default=None, help=f"Print the grid; by itself up to {MOST_CELLS} cells.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the grid to this file.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw it: PNG, SVG or PDF.")

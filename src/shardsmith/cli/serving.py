@@ -23,7 +23,7 @@ OPTIONS = (
     click.option("--cache-dtype", type=WIDTHS, default="bfloat16", help="With --serve: dtype of keys and values."),
 )
 SERVING = ("context", "concurrency", "ttft_ms", "tpot_ms", "weights_dtype", "cache_dtype")
-SHARED = ("serve", "model", "cluster", "nodes", "top", "as_json")
+SHARED = ("serve", "model", "cluster", "nodes", "top", "target", "as_json")
 """Options that both kinds of plans take; every other one belongs to training alone."""
 
 
@@ -73,6 +73,7 @@ def _answer(asked: dict[str, Any], shared: dict[str, Any]) -> Answer:
         shared["cluster"],
         nodes=shared["nodes"],
         top=shared["top"],
+        target=shared["target"],
         context=asked["context"],
         concurrency=asked["concurrency"],
         ttft_ms=asked["ttft_ms"],

@@ -30,6 +30,7 @@ MOST_LINES = 16
 @click.option("--times", help="Seconds a microbatch and rank, F=1,I=1,W=1, in the place of the cost model.")
 @click.option("--target", help="Software whose behaviour is priced (default: megatron-core).")
 @click.option("--constants", type=click.Path(), help="Constants that `validate --refit` wrote.")
+@click.option("--imbalance", type=float, help="Rows of the fullest expert rank over the mean (default: 1).")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the timeline for ui.perfetto.dev (JSON).")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the timeline (.png, .svg or .pdf).")
@@ -38,6 +39,7 @@ def command(
     times: str | None,
     target: str | None,
     constants: str | None,
+    imbalance: float | None,
     trace: Path | None,
     html: Path | None,
     picture: Path | None,
@@ -58,6 +60,7 @@ def command(
         times=times,
         target=target,
         constants=constants,
+        imbalance=imbalance,
         record=drawn or bool(trace or html or picture),
     )
     files = {}

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import OK, REFUSED, Answer, verb
+from shardsmith.cli.common import OK, PATIENCE, REFUSED, Answer, verb
 from shardsmith.cli.inputs import setup_options
 from shardsmith.plan.setup import Setup
 
@@ -27,7 +27,9 @@ SHOWN = 12
 @click.option("--seed", default=0, show_default=True, help="Seed of initial weights and data.")
 @click.option("--shrink", is_flag=True, help="Prove the same kind of plan on small degrees and a small model.")
 @click.option("--packed", is_flag=True, help="Put several documents into each sequence, which do not see each other.")
-@click.option("--timeout", default=600.0, show_default=True, help="Seconds after which the proof is given up.")
+@click.option(
+    "--timeout", type=PATIENCE, default=600.0, show_default=True, help="Seconds after which the proof is given up."
+)
 def command(setup: Setup, steps: int, seed: int, shrink: bool, packed: bool, timeout: float) -> Answer:
     """Prove that a plan computes what one process computes: loss, every gradient, norm, parameters.
 

@@ -17,6 +17,7 @@ from shardsmith.layout.axes.tensor import partial_gradients, tensor_collectives
 from shardsmith.layout.facts import CollectiveCount as CollectiveCount
 from shardsmith.layout.facts import merged
 from shardsmith.layout.facts import ring_bytes as ring_bytes
+from shardsmith.layout.routing import StatedRouting
 from shardsmith.layout.shards import TIED, Held, data_shard, rows_first, spread_of, stage_shards
 from shardsmith.plan.batch import batching
 from shardsmith.plan.mesh import mesh_of
@@ -26,11 +27,12 @@ from shardsmith.plan.stages import stages
 from shardsmith.units import DTYPE_BYTES
 
 
-def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
+def collectives(setup: Setup, rank: int, routing: StatedRouting | None = None) -> tuple[CollectiveCount, ...]:
     """Every collective and message of global `rank` in one training step, of a plan without faults.
 
     An axis of degree 1 communicates nothing. Left out are the headers that prove, in the first step of a run
-    only, that both ends of a message mean the same.
+    only, that both ends of a message mean the same. How many rows a capacity drops depends on the `routing`; where
+    none is stated, none are dropped.
     """
     plan, kinds = setup.plan, precision(setup.plan, setup.workload)
     coord, every = mesh_of(plan).coord(rank), stages(plan, setup.model)
@@ -45,7 +47,7 @@ def collectives(setup: Setup, rank: int) -> tuple[CollectiveCount, ...]:
             continue
         here = {h.weight.name: h for h in stage_shards(setup, stage, coord)}
         found += tensor_collectives(setup, stage)
-        found += expert_collectives(setup, stage)
+        found += expert_collectives(setup, stage, None if routing is None else routing.sent(rank))
         found += context_collectives(setup, stage)
         if has_tied_copies(setup, every) and TIED in here:
             tied[TIED] = here.pop(TIED)

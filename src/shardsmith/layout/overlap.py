@@ -8,6 +8,8 @@ each part while the next is computed. A residual stream that runs ahead of its s
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from shardsmith.errors import Code, Fault
 from shardsmith.plan.batch import batching
 from shardsmith.plan.setup import Setup
@@ -53,6 +55,13 @@ _SPECIAL = {"experts": "experts", "latent": "latent attention"}
 
 SPLIT_SCHEDULES = ("zb_h1", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are an action of their own."""
+
+
+def parts(rows: int) -> list[slice]:
+    """The chunks of `rows` rows: at most CHUNKS, as even as can be."""
+    count = min(CHUNKS, rows)
+    edges = [rows * at // count for at in range(count + 1)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def pieces(setup: Setup, *, for_weights: bool) -> int:

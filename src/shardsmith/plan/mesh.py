@@ -57,14 +57,23 @@ class Mesh:
         return sum(c * stride for c, stride in zip(coord, self.strides, strict=True))
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only along `axes` (itself included).
+        """Ranks that differ from `rank` only along `axes` (itself included), ascending, as torch numbers a group.
 
-        Sorted by the coordinates on `axes` as given, the first axis slowest, so position in the
-        group is the coordinate when one axis is asked for.
+        So the axes nest as `order` nests them, however they are given; `place` is the position in the group.
         """
         at = self.coord(rank)
         ranges = [range(getattr(self.sizes, axis)) for axis in axes]
-        return tuple(self.rank(at._replace(**dict(zip(axes, place, strict=True)))) for place in product(*ranges))
+        ranks = (self.rank(at._replace(**dict(zip(axes, place, strict=True)))) for place in product(*ranges))
+        return tuple(sorted(ranks))
+
+    def place(self, coord: Coord, *axes: str) -> int:
+        """Position of the rank at `coord` in its `group` along `axes`: the coordinate, when that is one axis."""
+        number, stride = 0, 1
+        for axis in self.order:
+            if axis in axes:
+                number += getattr(coord, axis) * stride
+                stride *= getattr(self.sizes, axis)
+        return number
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups along `axes`, each once, by their first rank."""
@@ -126,13 +135,8 @@ def expert_coord(plan: Plan, coord: Coord) -> ExpertCoord:
     The ranks of one replica are numbered as the plan's order nests their axes, neighbours first; of these numbers
     expert_tensor takes the fastest digit, expert the next, and replicas of the same experts the slowest.
     """
-    mesh, sizes = mesh_of(plan), expert_sizes(plan)
-    number, stride = 0, 1
-    for axis in mesh.order:
-        if axis in ("shard", "context", "tensor"):
-            number += getattr(coord, axis) * stride
-            stride *= getattr(mesh.sizes, axis)
-    number, tensor = divmod(number, sizes.tensor)
+    sizes = expert_sizes(plan)
+    number, tensor = divmod(mesh_of(plan).place(coord, "shard", "context", "tensor"), sizes.tensor)
     shard, expert = divmod(number, sizes.expert)
     return ExpertCoord(replicate=coord.replicate, shard=shard, expert=expert, tensor=tensor)
 

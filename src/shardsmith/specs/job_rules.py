@@ -36,6 +36,9 @@ NOTHING_HELD_OUT = Code(
     because="an evaluation needs data that the run is not trained on",
 )
 
+LONGEST_WAIT_S = 30 * 86400.0
+"""A month."""
+
 Origin = Callable[[str], str]
 
 
@@ -47,7 +50,7 @@ def job_faults(data: Data, optimisation: Optimisation, run: Run, origin: Origin 
     found.within("run.steps", run.steps >= 1, "1 or more")
     found.within("run.eval_every", run.eval_every >= 0, "0 (never) or more")
     found.within("run.eval_batches", run.eval_batches >= 0, "0 (all) or more")
-    found.within("run.timeout_s", run.timeout_s > 0, "more than 0")
+    found.within("run.timeout_s", 0 < run.timeout_s <= LONGEST_WAIT_S, f"more than 0 and at most {LONGEST_WAIT_S:g}")
     if not -1 <= run.timeline_step < max(run.steps, 1):
         message = f"timeline_step must be -1 (none) to {run.steps - 1}, the last of {run.steps} steps"
         hint = f"timeline_step = {max(run.steps - 1, 0)} or -1; or steps = {run.timeline_step + 1} or more"

@@ -123,10 +123,25 @@ class Batch:
     scatter_gather: Array
     overlap_weight_gradient: Array = field(default_factory=lambda: np.zeros(1))
     """Share of backward's tensor collectives that may run under the weight-gradient products."""
+    regather: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where sequence parallelism keeps parts of a product's input, and gathers them again for its weight gradient."""
+    overlap_regather: Array = field(default_factory=lambda: np.zeros(1))
+    """Share of that second gather that may run under the products that make input gradients."""
     early_stop: Array = field(default_factory=lambda: np.zeros(1))
     """1 where recomputation ends with the last value that backward needs: without the layer's last product."""
+    dropout: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where what attention and the MLP add is dropped in part: a mask of a byte an element is kept of each."""
     synchronous: Array = field(default_factory=lambda: np.zeros(1))
     """1 where every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1): host time adds up instead of hiding."""
+
+    expert_bias: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where experts add a bias to their output."""
+    expert_fused: Array = field(default_factory=lambda: np.zeros(1))
+    """1 where permutation is part of dispatch and combine, and activation, casts and bias of the experts' products."""
+    expert_each: Array = field(default_factory=lambda: np.zeros(1))
+    """Launches of a layer's forward for each expert on the rank, beside `expert_launches` for all of them."""
+    imbalance: Array = field(default_factory=lambda: np.ones(1))
+    """Rows of the expert rank that receives most over the mean of all expert ranks; 1 where routing is balanced."""
 
     def __len__(self) -> int:
         return len(self.microbatch)

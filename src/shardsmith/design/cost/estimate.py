@@ -64,12 +64,18 @@ class Estimate:
         return max(rank.total for rank in self.memory)
 
 
-def estimate(setup: Setup, target: str = DEFAULT_TARGET, constants: Mapping[str, float] | None = None) -> Estimate:
+def estimate(
+    setup: Setup,
+    target: str = DEFAULT_TARGET,
+    constants: Mapping[str, float] | None = None,
+    imbalance: float = 1.0,
+) -> Estimate:
     """What a legal plan costs, by `constants` or else the shipped ones.
 
-    Raises `Refused` (H501 to H503, X351) where cluster or target do not say enough.
+    The fullest expert rank receives `imbalance` times the mean. Raises `Refused` (H501 to H503, X351) where cluster or
+    target do not say enough, and for an imbalance that the plan cannot have (E107).
     """
-    return estimate_plan(subject_of(setup, target, constants), setup)
+    return estimate_plan(subject_of(setup, target, constants, imbalance), setup)
 
 
 def estimate_plan(s: Subject, setup: Setup) -> Estimate:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.layouts import Layouts
-from shardsmith.design.cost.memory import kept_per_layer
+from shardsmith.design.cost.memory import dropout_masks, kept_per_layer
 from shardsmith.design.cost.schedules import in_flight
 from shardsmith.design.cost.subject import Subject
 from shardsmith.plan.precision import Precision
@@ -149,9 +149,9 @@ def moving(s: Subject, p: Layouts, share: Share, kept: tuple[Array, Array]) -> M
     # The loss is softmaxed in float32: logits in the dtype of the computation, their copy and its gradient.
     at_once = np.where(p.chunk > 0, np.minimum(p.chunk, tokens), tokens)
     hidden = tokens * s.model.hidden * width / np.where(p.sequence_parallel > 0, p.tensor, 1.0)
-    layers, ends = share.dense + share.sparse, share.embedding + share.head
+    embedded = share.embedding * (hidden + float(s.model.dropout > 0) * hidden / width)
     return Moving(
-        activations=flight * (layers * each + ends * hidden) + again,
+        activations=flight * ((share.dense + share.sparse) * each + embedded + share.head * hidden) + again,
         logits=share.head * at_once * np.ceil(s.model.vocab / p.tensor) * (width + 8.0),
         hidden=hidden,
     )
@@ -186,14 +186,16 @@ def kept_layer(s: Subject, p: Layouts, b: Batch) -> tuple[Array, Array]:
     """Bytes a microbatch keeps in the mean layer for backward, as recomputed and in full, experts included."""
     width = _bytes(s) / 2.0
     kept, full = kept_per_layer(b)
-    kept, full = kept * b.halves * width, full * b.halves * width
+    masks = dropout_masks(b) * (1.0 - width)
+    kept, full = kept * width + (1.0 - b.recompute_layer) * masks, full * width + masks
+    kept, full = kept * b.halves, full * b.halves
     e = s.model.experts
     if e is None:
         return kept, full
     # Of every routed token: its copy as dispatched, gate and up, their product, the output; and the shared MLP.
     sparse = float(s.columns["moe_layers"][0]) / s.model.layers
     tokens = p.microbatch * s.workload.seq_len / p.context
-    routed = tokens * e.top_k / p.tensor * (2.0 * s.model.hidden + 3.0 * e.ffn) * 2.0 * width
+    routed = b.imbalance * tokens * e.top_k / p.tensor * (2.0 * s.model.hidden + 3.0 * e.ffn) * 2.0 * width
     dense = tokens * s.model.ffn * (2.0 + s.model.gated) * 2.0 * width / p.tensor
     shared = tokens * e.shared_ffn * 3.0 * 2.0 * width / p.tensor
     more = sparse * (routed + shared - dense)

@@ -9,8 +9,9 @@ from shardsmith.design.cost.kernels import GENERATIONS, Constants, layer
 
 COVERAGE = 0.8
 """Share of left-out measured runs that lies inside the interval."""
-KINDS = ("fused", "unfused", "launch_bound", "new_device")
-"""Kinds of cases whose left-out errors differ: by attention, by launches, by a device no varied source measured."""
+KINDS = ("fused", "unfused", "launch_bound", "new_device", "experts")
+"""Kinds of cases whose left-out errors differ: by attention, by launches, by a device no varied source measured, by
+experts, whose kernels change from release to release."""
 
 
 def kind(b: Batch, c: Constants) -> Array:
@@ -18,7 +19,8 @@ def kind(b: Batch, c: Constants) -> Array:
     work = layer(b, c).forward
     bound = work < 2.0 * c["launch"] * b.launches
     new = (b.generation == GENERATIONS.index("blackwell")) | (b.generation == GENERATIONS.index("other"))
-    return np.where(new, 3.0, np.where(bound, 2.0, np.where(b.flash > 0, 0.0, 1.0)))
+    dense = np.where(new, 3.0, np.where(bound, 2.0, np.where(b.flash > 0, 0.0, 1.0)))
+    return np.where(b.moe_layers > 0, 4.0, dense)
 
 
 def interval(b: Batch, c: Constants, seconds: Array) -> tuple[Array, Array]:

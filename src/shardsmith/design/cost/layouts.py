@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from itertools import permutations
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.schedules import DUALPIPE_V, SCHEDULES
 from shardsmith.design.cost.subject import Subject
+from shardsmith.layout.routing import most_uneven
 from shardsmith.plan.batch import batching
 from shardsmith.plan.plan import Overlap, Plan
 from shardsmith.plan.precision import Precision
@@ -191,6 +192,8 @@ class PlanBatch(Batch):
             vars(self)[name] = getattr(p, name)
         elif name in _SPLIT:
             vars(self)[name] = s.split.column(p, _SPLIT[name])
+        elif name in _DEFAULTS:
+            vars(self)[name] = _DEFAULTS[name]
         else:
             raise AttributeError(name)
         column: Array = vars(self)[name]
@@ -221,6 +224,9 @@ def _overlap_expert(s: Subject, p: Layouts, kinds: Precision) -> Array:
 
 
 _STRIDES = frozenset(f"{axis}_stride" for axis in ORDER_AXES)
+_DEFAULTS: Mapping[str, Array] = {
+    f.name: f.default_factory() for f in fields(Batch) if f.default_factory is not MISSING
+}
 _SPLIT = {"fullest": "fullest", "last": "beside_head"}
 _FORMULAS: Mapping[str, Callable[[Subject, Layouts, Precision], Array]] = {
     "kv_heads": _kv_heads,
@@ -234,7 +240,13 @@ _FORMULAS: Mapping[str, Callable[[Subject, Layouts, Precision], Array]] = {
     "gather_bytes": lambda s, p, kinds: DTYPE_BYTES[kinds.param] * np.where(p.zero > 0, 1.0, 0.0),
     "overlap_tensor": lambda s, p, kinds: hidden_share(s, p),
     "overlap_expert": _overlap_expert,
+    "imbalance": lambda s, p, kinds: received_share(s, p),
 }
+
+
+def received_share(s: Subject, p: Layouts) -> Array:
+    """Rows of the fullest expert rank over the mean: as stated, but no more than all rows, or each row once."""
+    return np.minimum(np.minimum(s.imbalance, most_uneven(s.model.experts, np.inf)), p.expert)
 
 
 def _uses(p: Layouts, policy: str) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array, Batch, Columns
 from shardsmith.design.cost.collectives import Group, all_reduce, exposed, one_way, reach
-from shardsmith.design.cost.experts import Experts, exchange, expert_weights, experts
+from shardsmith.design.cost.experts import Experts, exchange, expert_calls, expert_weights, experts
 from shardsmith.design.cost.kernels import (
     Constants,
     Dense,
@@ -177,7 +177,7 @@ def one_pass(b: Batch, c: Constants, dense: Dense | None = None, routed: Experts
     weight = k.gemm_backward / 2.0 + k.accumulate + moe * (e.gemm_backward / 2.0 + accumulate)
     exchanged_heads = heads_time(b, c)
     forward, backward = forward + exchanged_heads, backward + 2.0 * exchanged_heads
-    calls = b.launches + moe * b.expert_launches + np.where(b.tensor > 1, c["collective_launches"], 0.0)
+    calls = b.launches + moe * expert_calls(b) + np.where(b.tensor > 1, c["collective_launches"], 0.0)
     floor = (c["launch"] + c["launch_wait"] * b.synchronous) * calls
     forward = with_launches(b, forward, floor)
     floored = with_launches(b, backward, floor * (c["launch_backward"] + b.recompute_layer + b.recompute_gemm))
@@ -205,14 +205,27 @@ def gather_layer(b: Batch, c: Constants, each: Array | float) -> Array:
 def tensor_time(b: Batch, c: Constants) -> Array:
     """Exposed seconds of one all-reduce of a layer's activations (or a gather and a scatter, twice the calls)."""
     size, group = b.tokens * b.hidden * 2.0, Group(members=b.tensor, stride=b.tensor_stride)
-    gathered = 2.0 * one_way(b, c, group, size)
-    reduced = np.where(b.sequence_parallel > 0, gathered, all_reduce(b, c, group, size))
+    parts = one_way(b, c, group, gathered_width(b) * size) + one_way(b, c, group, size)
+    reduced = np.where(b.sequence_parallel > 0, parts, all_reduce(b, c, group, size))
     return reduced * (1.0 - b.overlap_tensor)
 
 
 def tensor_backward(b: Batch, c: Constants, k: Layer, each: Array) -> Array:
-    """Exposed seconds of the two all-reduces in a layer's backward; weight gradients, half of it, can hide them."""
-    return exposed(c, 2.0 * each, b.overlap_weight_gradient, 0.5 * k.gemm_backward)
+    """Exposed seconds of a layer's backward: two all-reduces of `each`, and inputs gathered again for weight gradients.
+
+    Weight gradients, half of its products, can hide the former, the other half the latter.
+    """
+    sums = exposed(c, 2.0 * each, b.overlap_weight_gradient, 0.5 * k.gemm_backward)
+    size, group = b.tokens * b.hidden * 2.0, Group(members=b.tensor, stride=b.tensor_stride)
+    gathered = 2.0 * one_way(b, c, group, gathered_width(b) * size)
+    again = np.where((b.sequence_parallel > 0) & (b.regather > 0), gathered, 0.0)
+    left = exposed(c, again * (1.0 - b.overlap_tensor), b.overlap_regather, 0.5 * k.gemm_backward)
+    return sums + left
+
+
+def gathered_width(b: Batch) -> Array:
+    """Bytes of a gathered input over 16 bits: Transformer Engine casts to 8 bits first."""
+    return np.where((b.fp8 > 0) & (b.regather > 0), 0.5, 1.0)
 
 
 def ring_time(b: Batch, c: Constants, k: Layer) -> tuple[Array, Array]:

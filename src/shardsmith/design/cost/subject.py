@@ -15,7 +15,8 @@ from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_
 from shardsmith.design.cost.kernels import GENERATIONS
 from shardsmith.design.cost.split import Split
 from shardsmith.design.targets import Target, target_named
-from shardsmith.errors import Code, Fault, Refused
+from shardsmith.errors import Code, Fault, Refused, raise_errors
+from shardsmith.layout.routing import imbalance_faults, uneven_faults
 from shardsmith.specs.cluster import ClusterSpec
 from shardsmith.specs.job import Workload
 from shardsmith.specs.model import ModelSpec, weights
@@ -44,18 +45,22 @@ FSDP2 is declared to hide in torchtitan."""
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One model, workload and cluster, and the `target` software that would run the plans."""
+    """One model, workload and cluster, and the `target` software that would run the plans.
+
+    `imbalance` is how many times the mean of rows the fullest expert rank receives.
+    """
 
     model: ModelSpec
     workload: Workload
     cluster: ClusterSpec
     target: Target
     constants: Mapping[str, float]
+    imbalance: float = 1.0
 
     @cached_property
     def columns(self) -> dict[str, Array]:
         """Fields of a Batch that are the same for every plan, one entry each (levels: one a level)."""
-        found = {**_model(self.model, self.workload), **_device(self), **_software(self)}
+        found = {**model_columns(self.model, self.workload), **_device(self), **_software(self)}
         columns = {name: np.array([value]) for name, value in found.items()}
         levels = self.cluster.levels
         columns["level_size"] = np.array([[float(link.size or np.inf)] for link in levels])
@@ -100,9 +105,15 @@ class Counts:
     final: float
 
 
-def subject_of(setup: Setup, target: str = DEFAULT_TARGET, constants: Mapping[str, float] | None = None) -> Subject:
-    """The subject of a setup. Raises `Refused` (H501 to H503, X351) where its figures do not suffice."""
-    return make_subject(setup.model, setup.workload, setup.cluster, target, constants)
+def subject_of(
+    setup: Setup,
+    target: str = DEFAULT_TARGET,
+    constants: Mapping[str, float] | None = None,
+    imbalance: float = 1.0,
+) -> Subject:
+    """The subject of a setup. Raises `Refused` (E107, H501 to H503, X351) where its figures do not suffice."""
+    raise_errors(imbalance_faults(setup, imbalance))
+    return make_subject(setup.model, setup.workload, setup.cluster, target, constants, imbalance)
 
 
 def make_subject(
@@ -111,16 +122,23 @@ def make_subject(
     cluster: ClusterSpec,
     target: str = DEFAULT_TARGET,
     constants: Mapping[str, float] | None = None,
+    imbalance: float = 1.0,
 ) -> Subject:
     """A subject with `constants`, or else the shipped ones.
 
-    Raises `Refused` (H501 to H503, X351) where figures are missing.
+    Raises `Refused` (H501 to H503, X351) where figures are missing, and for an `imbalance` that none can have (E107).
     """
     chosen = target_named(target)
-    faults = [*unpriceable(cluster, workload), *(float8_faults(cluster) if chosen.float8 else ())]
-    if faults:
-        raise Refused(faults)
-    return Subject(model=model, workload=workload, cluster=cluster, target=chosen, constants=constants or values())
+    float8 = float8_faults(cluster) if chosen.float8 else []
+    raise_errors([*unpriceable(cluster, workload), *float8, *uneven_faults(model, imbalance)])
+    return Subject(
+        model=model,
+        workload=workload,
+        cluster=cluster,
+        target=chosen,
+        constants=constants or values(),
+        imbalance=imbalance,
+    )
 
 
 def unpriceable(cluster: ClusterSpec, workload: Workload) -> list[Fault]:
@@ -193,7 +211,8 @@ def _is_cut(role: str, bias: bool) -> bool:
     return role in ("q", "kv_up", "gate", "up") or (role in ("o", "down") and not bias)
 
 
-def _model(m: ModelSpec, work: Workload) -> dict[str, float]:
+def model_columns(m: ModelSpec, work: Workload) -> dict[str, float]:
+    """Fields of a Batch that the model and its sequences decide."""
     e, sparse = m.experts, sum(m.is_sparse(layer) for layer in range(m.layers))
     counts = count_weights(m)
     # With latent attention queries and keys are wider than values; the mean of both has the same FLOPs of scores.
@@ -273,12 +292,16 @@ def _software(s: Subject) -> dict[str, float]:
     generation = facts.generation if facts.generation != "other" else "ampere"
     share = attention_share(kernel, generation)
     return {
-        "flash": float(t.attention != "unfused"),
+        # The engine's own attention drops probabilities by masks with names, which no fused kernel takes.
+        "flash": float(t.attention != "unfused" and not (t.name == "shardsmith" and s.model.attention_dropout)),
+        "dropout": float(s.model.dropout > 0),
         "attention_forward": share,
         "attention_backward": share,
         "loss_bytes": t.loss_bytes,
         "launches": t.launches,
         "expert_launches": t.expert_launches,
+        "expert_each": t.expert_each,
+        "expert_fused": float(t.expert_fused),
         "accumulate_bytes": t.accumulate_bytes,
         "accumulate_in_product_bytes": t.accumulate_in_product_bytes,
         "optimizer_bytes": t.optimizer_bytes,
@@ -287,6 +310,7 @@ def _software(s: Subject) -> dict[str, float]:
         "overlap_pipeline": t.overlap_pipeline,
         "overlap_weight_gradient": t.overlap_weight_gradient,
         "early_stop": float(t.early_stop),
+        "regather": float(t.regather),
+        "overlap_regather": t.overlap_regather,
         "scatter_gather": float(t.scatter_gather),
-        "synchronous": 0.0,
     } | {name: getattr(kernels, name) for name in type(kernels).__dataclass_fields__}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardsmith.design.footprint import drops
 from shardsmith.design.footprint.norms import Norm
 from shardsmith.design.footprint.reductions import Gradients
 from shardsmith.design.footprint.sizes import INDEX, Sizes
@@ -19,13 +20,14 @@ class Embedding:
     def __init__(self, tape: Tape, sizes: Sizes, table: Gradients, positions: Gradients, *, shared: bool) -> None:
         self.tape, self.sizes, self.table, self.positions, self.shared = tape, sizes, table, positions, shared
         self.split = sizes.setup.plan.tensor > 1
+        self.drops = sizes.setup.model.dropout > 0
         self.learned = sizes.setup.model.positions == "learned"
         place = sizes.setup.model.hidden * sizes.narrow
-        length = sizes.setup.workload.seq_len // (sizes.setup.plan.tensor if sizes.scattered else 1)
+        length = sizes.length // (sizes.setup.plan.tensor if sizes.scattered else 1)
         self.places = length * place
 
     def forward(self) -> tuple[Piece, list[Piece]]:
-        """Hidden states, and what is kept: which row each token takes, and whether it is here."""
+        """Hidden states, and what is kept: which row each token takes, whether it is here, and a mask of dropout."""
         tape, s, kept = self.tape, self.sizes, []
         out = tape.new(s.gathered)
         if self.split:
@@ -42,11 +44,18 @@ class Embedding:
             added = tape.new(s.hidden)
             tape.free(out, places)
             out = added
+        if self.drops:
+            left, mask = drops.dropped(tape, s.rows, s.setup.model.hidden, s.hidden)
+            tape.free(out)
+            return left, [*kept, mask]
         return out, kept
 
     def backward(self, kept: list[Piece], grad: Piece, by_head: Piece | None) -> None:
         """Takes over `grad` of the output, and the table's gradient `by_head` where it is the head's, too."""
         tape, s = self.tape, self.sizes
+        if self.drops:
+            *kept, mask = kept
+            grad = drops.dropped_backward(tape, mask, grad, s.hidden)
         if self.learned:
             summed = tape.new(self.places) if s.sequences > 1 else None
             self.positions.accumulated("position.weight")
@@ -140,20 +149,27 @@ class Head:
             grad = tape.new(s.all_rows * self.vocab * s.narrow)
             tape.free(exponentials)
         tape.free(*rest)
-        out = self._scattered(tape.new(s.gathered))
+        again = self._gathered() if s.beside else None
+        sent = tape.new(s.gathered)
+        out = tape.new(s.hidden) if s.scattered else tape.hold(sent)
+        if not s.beside:
+            tape.free(sent)
 
         def compute() -> Piece | None:
-            full = self._gathered()
+            full = again or self._gathered()
             table = tape.new(self._table) if apart else None
             if not apart:
                 self.table.product(self.name)
             tape.free(full, grad, kept.entering)
             return table
 
-        if later is None:
-            return out, compute()
-        later.append(compute)
-        return out, None
+        if later is not None:
+            later.append(compute)
+            return out, None
+        made = compute()
+        if s.beside:
+            tape.free(sent)
+        return out, made
 
     def _scattered(self, full: Piece) -> Piece:
         if not self.sizes.scattered:

@@ -10,10 +10,10 @@ from math import prod
 from shardsmith.design.footprint.tape import Piece, Tape
 from shardsmith.layout.axes.data import (
     IN_FLIGHT,
+    Spread,
     buckets,
     chunk_elements,
     data_rows,
-    shard_ranks,
     streams_gradients,
 )
 from shardsmith.plan.precision import precision
@@ -40,15 +40,15 @@ class _Bucket:
 class Gradients:
     """The gradients of one stage's parameters, `shapes` by name in the order of the forward pass.
 
+    All are spread alike (`spread`), with the dim that ZeRO cuts first.
     Not `direct` are those whose products make a tensor first, as gradients accumulate in another dtype or at
     once in a bucket. `streams` is off for a tied embedding.
     """
 
-    def __init__(self, tape: Tape, setup: Setup, shapes: Mapping[str, Shape], index: int, *, streams: bool) -> None:
+    def __init__(self, tape: Tape, setup: Setup, shapes: Mapping[str, Shape], spread: Spread, *, streams: bool) -> None:
         plan, kinds = setup.plan, precision(setup.plan, setup.workload)
         self.tape, self.shapes = tape, shapes
-        self.shards = shard_ranks(plan)
-        self.replicas = plan.data * plan.context // self.shards
+        self.shards, self.replicas = spread.ranks, spread.replicas
         self.streams = streams and streams_gradients(plan)
         self.direct = kinds.grad == kinds.param and not self.streams
         self.same = kinds.reduce == kinds.grad
@@ -56,7 +56,7 @@ class Gradients:
         self.param, self.grad, self.reduce = (DTYPE_BYTES[k] for k in (kinds.param, kinds.grad, kinds.reduce))
         self._armed = False
         self._in_flight: deque[_Bucket] = deque()
-        self.buckets = [self._bucket(names, index) for names in self._named(plan.bucket_mb * MIB)]
+        self.buckets = [self._bucket(names, spread.index) for names in self._named(plan.bucket_mb * MIB)]
         self._place = {name: bucket for bucket in self.buckets for name in bucket.names}
 
     def arm(self) -> None:
@@ -65,9 +65,15 @@ class Gradients:
         for bucket in self.buckets:
             bucket.waiting, bucket.flushed = set(bucket.names), False
 
-    def product(self, name: str) -> None:
-        """The weight gradient of a product: added in place, or made first."""
-        self._arrive(name, made=not self.direct)
+    def product(self, name: str, *, last: bool = True) -> None:
+        """The weight gradient of a product: added in place, or made first; not the `last` one leaves it incomplete."""
+        self._arrive(name, made=not self.direct, last=last)
+
+    def stack(self, name: str, *, made: bool) -> None:
+        """The gradients of stacked experts: `made` at once and then added, or added expert by expert."""
+        gradient = self.tape.new(prod(self.shapes[name]) * self.param) if made else None
+        self.product(name)
+        self.tape.free(gradient)
 
     def accumulated(self, name: str) -> None:
         """A gradient that autograd makes and hands over."""
@@ -104,7 +110,7 @@ class Gradients:
         kept = sum(data_rows(shape[0], self.shards, index)[1] * prod(shape[1:]) for shape in shapes)
         return _Bucket(names=names, whole=self.shards * part, part=part, kept=kept)
 
-    def _arrive(self, name: str, *, made: bool) -> None:
+    def _arrive(self, name: str, *, made: bool, last: bool = True) -> None:
         bucket = self._place.get(name)
         if bucket is None:
             return  # a tensor of no elements
@@ -114,7 +120,7 @@ class Gradients:
         if self.streams and self.shapes[name][0] % self.shards:
             padded = chunk_elements([self.shapes[name]], self.shards) * self.shards * self.reduce
             self.tape.free(self.tape.new(padded))
-        if self._armed:
+        if self._armed and last:
             bucket.waiting.discard(name)
             self._flush()
         self.tape.free(gradient)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardsmith.layout.axes.tensor import kv_copies
+from shardsmith.layout.overlap import parts
 from shardsmith.plan.batch import batching
 from shardsmith.plan.setup import Setup
 from shardsmith.units import DTYPE_BYTES
@@ -24,6 +25,10 @@ class Sizes:
     """
 
     setup: Setup
+    context: int = 0
+    """which part of the sequence stands here"""
+    halves: int = 1
+    """into how many parts a microbatch is cut"""
 
     @cached_property
     def narrow(self) -> int:
@@ -37,13 +42,45 @@ class Sizes:
 
     @cached_property
     def sequences(self) -> int:
-        """Sequences of a microbatch."""
-        return batching(self.setup.plan, self.setup.workload).microbatch
+        """Sequences of a microbatch, or of a half of it."""
+        return batching(self.setup.plan, self.setup.workload).microbatch // self.halves
+
+    @cached_property
+    def length(self) -> int:
+        """Places of a sequence on this rank."""
+        return self.setup.workload.seq_len // self.setup.plan.context
+
+    @cached_property
+    def mask(self) -> int:
+        """What is added to scores where a window hides keys; one for all layers of a stage, 0 where there is none."""
+        window = self.setup.model.window if self.setup.plan.context == 1 else None
+        return self.length**2 * self.narrow if window is not None and window < self.length else 0
+
+    @cached_property
+    def chunked(self) -> bool:
+        """Whether products of layers go by chunks."""
+        return "chunks" in self.setup.plan.overlap and self.setup.plan.tensor > 1
+
+    @cached_property
+    def beside(self) -> bool:
+        """Whether sums of input gradients are on their way while weight gradients are computed."""
+        asked = "weight_gradient" in self.setup.plan.overlap or self.halves > 1
+        return asked and self.setup.plan.tensor > 1
+
+    @cached_property
+    def halved(self) -> bool:
+        """Whether layers take the halves of a microbatch in turn."""
+        return "half_microbatches" in self.setup.plan.overlap and self.setup.plan.tensor > 1
+
+    def chunks(self, size: int) -> list[int]:
+        """`size` bytes of all tokens, or of this rank's, as chunks along the sequence."""
+        rows = self.length // (self.setup.plan.tensor if self.scattered else 1)
+        return [size // rows * (part.stop - part.start) for part in parts(rows)]
 
     @cached_property
     def all_rows(self) -> int:
-        """Tokens of a microbatch."""
-        return self.sequences * self.setup.workload.seq_len
+        """Tokens of a microbatch, of this rank's part of the sequence."""
+        return self.sequences * self.length
 
     @cached_property
     def scattered(self) -> bool:
@@ -95,6 +132,13 @@ class Sizes:
     def inner(self) -> int:
         """One tensor inside the MLP."""
         return self.all_rows * (self.setup.model.ffn // self.setup.plan.tensor) * self.narrow
+
+    @cached_property
+    def shared(self) -> int:
+        """One tensor inside the shared expert."""
+        experts = self.setup.model.experts
+        width = 0 if experts is None else experts.shared_ffn
+        return self.all_rows * (width // self.setup.plan.tensor) * self.narrow
 
     @cached_property
     def table(self) -> int:

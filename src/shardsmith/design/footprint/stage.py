@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from shardsmith.design.footprint.block import Block, Kept
+from shardsmith.design.footprint.block import Block
 from shardsmith.design.footprint.ends import Embedding, Head, HeadKept
+from shardsmith.design.footprint.experts import Rows
 from shardsmith.design.footprint.gathers import Gate
+from shardsmith.design.footprint.halves import Halves
 from shardsmith.design.footprint.reductions import Gradients
-from shardsmith.design.footprint.sizes import Sizes
+from shardsmith.design.footprint.sizes import INDEX, Sizes
+from shardsmith.design.footprint.sparse import SparseBlock
 from shardsmith.design.footprint.tape import Piece, Tape
 from shardsmith.plan.stages import Stage
 
@@ -21,12 +25,15 @@ class Pass:
     entered: Piece | None = None
     """the input, where it came from another stage: held until its gradient is complete"""
     looked_up: list[Piece] = field(default_factory=list)
-    layers: list[Kept] = field(default_factory=list)
+    layers: list[Any] = field(default_factory=list)
     head: HeadKept | None = None
 
 
 class StageTape:
-    """The stage `spec` on one rank; `table` holds the gradient of its embedding or tied head."""
+    """The stage `spec` on one rank; `table` holds the gradient of its embedding or tied head.
+
+    `routed` holds gradients of experts, to which `rows` travel.
+    """
 
     def __init__(
         self,
@@ -37,19 +44,28 @@ class StageTape:
         table: Gradients,
         gate: Gate,
         vocab: int,
+        routed: Gradients | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self.tape, self.sizes, self.spec, self.gate = tape, sizes, spec, gate
         model = sizes.setup.model
         self.shared = model.tied and spec.embedding and spec.head
         embedded = table if model.tied else gradients
         self.embedding = Embedding(tape, sizes, embedded, gradients, shared=self.shared) if spec.embedding else None
-        self.blocks = [Block(tape, sizes, gradients, layer) for layer in spec.layers]
+
+        def block(layer: int) -> Block | Halves:
+            if routed is not None and rows is not None and model.is_sparse(layer):
+                return SparseBlock(tape, sizes, gradients, routed, rows, layer)
+            return (Halves if sizes.halved else Block)(tape, sizes, gradients, layer)
+
+        self.blocks = [block(layer) for layer in spec.layers]
         self.head = Head(tape, sizes, gradients, embedded, vocab) if spec.head else None
         turns = model.positions == "rope" and bool(spec.layers)
-        self.rotation = 2 * sizes.setup.workload.seq_len * model.head_dim * sizes.narrow if turns else 0
-        window, length = model.window, sizes.setup.workload.seq_len
-        masked = window is not None and window < length and bool(spec.layers)
-        self.mask = length * length * sizes.narrow if masked else 0
+        width = model.latent.rope if model.latent else model.head_dim
+        self.around = 2 * sizes.length * width * sizes.narrow if turns else 0
+        if sizes.setup.plan.context > 1 and sizes.setup.plan.recompute == "full" and spec.layers:
+            self.around += sizes.length * INDEX  # which places stand here
+        self.mask = sizes.mask if spec.layers else 0
         self.live: dict[int, Pass] = {}
         self.deferred: dict[int, list[Callable[[], object]]] = {}
 
@@ -65,17 +81,17 @@ class StageTape:
         assert x is not None, "a stage without embedding has an input"
         tape.new(self.mask)  # of the first pass, kept for all others
         self.mask = 0
-        rotation = tape.new(self.rotation) if self.rotation else None
+        around = tape.new(self.around) if self.around else None
         for block in self.blocks:
             self.gate.enter(str(block.layer))
-            x, layer = block.forward(x, rotation)
+            x, layer = block.forward(x, around)
             kept.layers.append(layer)
             self.gate.leave(str(block.layer))
         if self.head is not None:
             self.gate.enter("head")
             kept.head = self.head.forward(x)
             self.gate.leave("head")
-        tape.free(rotation)
+        tape.free(around)
         self.live[microbatch] = kept
         return None if self.head is not None else x
 
@@ -98,6 +114,10 @@ class StageTape:
         if self.embedding is not None:
             self.embedding.backward(kept.looked_up, grad, table)
         self.tape.free(kept.entered)
+        for block in self.blocks:
+            if isinstance(block, Block):
+                self.tape.free(*block.graph)
+                block.graph.clear()
         if later is not None:
             self.deferred[microbatch] = later
         return None if self.embedding is not None else grad

@@ -72,6 +72,7 @@ VARIED = (
 class Question:
     """What is asked: model, workload, cluster, the `target` software, plan fields held `fixed`, and the goal.
 
+    `imbalance` is what the fullest expert rank receives over the mean (a plan with fewer expert ranks: all there is).
     `memory_gib` caps what a rank may hold (None: what the device has). With `goal_days` and `tokens`, the answer
     is the fewest nodes of at most `cluster.nodes` (or the cheapest in device hours) that train in time.
     """
@@ -80,6 +81,7 @@ class Question:
     workload: Workload
     cluster: ClusterSpec
     target: str = DEFAULT_TARGET
+    imbalance: float = 1.0
     fixed: Mapping[str, Any] = field(default_factory=dict)
     count: int = 5
     memory_gib: float | None = None
@@ -170,7 +172,7 @@ def search(question: Question) -> SearchResult:
 
 
 def _subject(q: Question) -> Subject:
-    return make_subject(q.model, q.workload, q.cluster, q.target)
+    return make_subject(q.model, q.workload, q.cluster, q.target, imbalance=q.imbalance)
 
 
 def _space(q: Question, s: Subject) -> Space:
@@ -381,7 +383,8 @@ def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
 
 def _legal(s: Subject, q: Question, batch: int) -> bool:
     work = replace(s.workload, global_batch=batch)
-    return len(_space(q, make_subject(s.model, work, s.cluster, s.target.name)).shapes) > 0
+    again = make_subject(s.model, work, s.cluster, s.target.name, imbalance=s.imbalance)
+    return len(_space(q, again).shapes) > 0
 
 
 def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
@@ -401,10 +404,12 @@ def _enough(q: Question) -> int | None:
 
 def assumptions(q: Question) -> tuple[str, ...]:
     """What the figures rest on, in words."""
+    e, share = q.model.experts, f"the fullest expert rank receives {q.imbalance:g} times the mean"
+    routing = "experts balanced" if e is None or q.imbalance == 1.0 else share
     found = [
         f"kernels, overlap and buffers as {q.target} has them; constants fitted on published runs (docs/accuracy.md)",
         f"states: weights in {q.workload.dtype}, AdamW with two moments and a master copy in float32",
-        "experts balanced; attention scores counted for the causal half; nothing computed twice counts for MFU",
+        f"{routing}; attention scores counted for the causal half; nothing computed twice counts for MFU",
         "1.5 GiB a device for contexts and communicators, and 2 % that the allocator cannot use",
     ]
     if q.target.endswith(FLOAT8):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -13,12 +13,15 @@ from shardsmith.design.cost.constants import values
 from shardsmith.design.cost.devices import DeviceFacts
 from shardsmith.design.cost.kernels import GENERATIONS
 from shardsmith.design.cost.subject import Counts, count_weights, facts_of
+from shardsmith.design.targets import Server, server_named
 from shardsmith.errors import Code, Fault, raise_errors
 from shardsmith.layout.axes.tensor import model_degrees
 from shardsmith.plan.plan import Plan
 from shardsmith.specs.cluster import ClusterSpec
 from shardsmith.specs.model import ModelSpec
 
+DEFAULT_SERVER = "vllm"
+"""The serving engine whose behaviour is planned for, unless another is named."""
 ServingDtype = Literal["bfloat16", "float8"]
 
 COUNTS = Code(
@@ -43,6 +46,7 @@ class Demand:
     """`concurrency` requests at once, each with up to `context` tokens in the cache (its prompt included).
 
     Weights are held and multiplied in `dtype`, the cache in `cache_dtype`. Latency targets in seconds, None: none.
+    `server` is the engine that would run it.
     """
 
     model: ModelSpec
@@ -53,6 +57,7 @@ class Demand:
     tpot_s: float | None = None
     dtype: ServingDtype = "bfloat16"
     cache_dtype: ServingDtype = "bfloat16"
+    server: Server = field(default_factory=lambda: server_named(DEFAULT_SERVER))
 
     @cached_property
     def counts(self) -> Counts:
@@ -155,19 +160,19 @@ def demand_faults(demand: Demand) -> list[Fault]:
 def servings(demand: Demand) -> Servings:
     """Every layout of a demand that the model allows on the cluster: replicas fill the devices.
 
-    Tensor degrees cut whole heads (key/value heads may be copied), stages hold at least one layer, expert parallel
-    spreads equal numbers of whole experts. Raises `Refused` for a demand that is none.
+    Tensor degrees cut whole heads (key/value heads may be copied, where the engine does), stages hold at least one
+    layer, expert parallel spreads equal numbers of whole experts. Raises `Refused` for a demand that is none.
     """
     raise_errors(demand_faults(demand))
     model, devices = demand.model, demand.cluster.devices
     assert devices is not None, "a cluster without devices has been refused"
     rows: list[tuple[int, int, int, int]] = []
-    for tensor in model_degrees(model, replicate_kv=True):
+    for tensor in model_degrees(model, replicate_kv=demand.server.copies_kv):
         for pipeline in range(1, min(model.layers, devices // tensor) + 1):
             data = devices // (tensor * pipeline)
             rows.append((data, tensor, pipeline, 1))
             if model.experts is not None:
-                most = data
+                most = data if demand.server.experts_over_data else 1
                 while most and (model.experts.count % (most * tensor) or most * tensor == 1):
                     most -= 1
                 rows += [(most, tensor, pipeline, most * tensor)] if most else []

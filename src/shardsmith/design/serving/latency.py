@@ -14,17 +14,15 @@ from shardsmith.design.cost.constants import values
 from shardsmith.design.cost.devices import attention_share
 from shardsmith.design.serving.demand import Demand, Servings
 from shardsmith.design.serving.memory import (
-    CHUNK,
     cache_token,
     cached_tokens,
+    ends_width,
     layers_elements,
     spread,
 )
 from shardsmith.specs.flops import forward_flops
 from shardsmith.units import DTYPE_BYTES
 
-KERNELS, EXPERT_KERNELS = 12.0, 8.0
-"""Kernels of a layer while decoding, and what experts add (routing, permutation, grouped products), declared."""
 KERNEL_SECONDS = 2.5e-6
 """What a kernel of a captured graph takes at least, declared: start, drain and the gap to the next."""
 GRAPH_LATENCY = 1.0
@@ -56,7 +54,7 @@ def latency(d: Demand, s: Servings) -> Latency:
 def prefill(d: Demand, s: Servings) -> Array:
     """Seconds until a prompt of `context` tokens has gone through the model, chunk after chunk through the stages."""
     c, model = values(), d.model
-    chunks = np.ceil(d.context / CHUNK)
+    chunks = np.ceil(d.context / d.server.chunk(d.cluster.device))
     tokens = d.context / chunks
     flops = forward_flops(model, seq_len=d.context).items
     products = (flops["attention_projections"] + flops["mlp"]) * tokens / s.tensor / d.rate
@@ -67,7 +65,7 @@ def prefill(d: Demand, s: Servings) -> Array:
     scores = flops["attention_scores"] * tokens / s.tensor / (peak * attention_share("cudnn", generation))
     reads = DTYPE_BYTES[d.dtype] * layers_elements(d, s, np.full(len(s), float(model.layers))) / d.memory_rate
     sent = model.layers * (_reduces(d, s, c, tokens) + _exchanges(d, s, c, tokens))
-    floor = model.layers * c["launch"] * (KERNELS + EXPERT_KERNELS * (model.experts is not None))
+    floor = model.layers * c["launch"] * _kernels(d)
     whole = np.maximum(np.maximum(products, reads) + scores + sent, floor)
     stage = whole / s.pipeline + _hop(d, s, c, tokens)
     return np.asarray((chunks + s.pipeline - 1.0) * stage + _head(d, s, 1.0), dtype=np.float64)
@@ -87,7 +85,8 @@ def decode(d: Demand, s: Servings) -> tuple[Array, Array]:
     sent = model.layers * (_reduces(d, s, c, requests) + _exchanges(d, s, c, requests)) + s.pipeline * _hop(
         d, s, c, requests
     )
-    floor = model.layers * KERNEL_SECONDS * (KERNELS + EXPERT_KERNELS * (model.experts is not None)) * np.ones(len(s))
+    each = np.where(requests <= d.server.graph_requests, KERNEL_SECONDS, c["launch"])
+    floor = model.layers * each * _kernels(d)
     head = _head(d, s, requests)
     total = np.maximum(weights, products) + np.maximum(cache, scores) + sent + floor + head
     compute = np.where(products > weights, products, 0.0) + np.where(scores > cache, scores, 0.0)
@@ -116,18 +115,28 @@ def _score_flops(d: Demand) -> float:
     return 2.0 * model.heads * (2.0 * model.latent.kv_rank + model.latent.rope)
 
 
+def _kernels(d: Demand) -> float:
+    """Kernels of a layer; experts add routing, permutation and grouped products."""
+    return d.server.kernels + d.server.expert_kernels * (d.model.experts is not None)
+
+
 def _head(d: Demand, s: Servings, tokens: Array | float) -> Array:
     """Seconds of the output projection of the last tokens, its vocabulary cut over tensor ranks."""
     matrix = d.counts.vocabulary / s.tensor
-    return np.maximum(2.0 * matrix * tokens / d.rate, DTYPE_BYTES[d.dtype] * matrix / d.memory_rate)
+    return np.maximum(2.0 * matrix * tokens / d.rate, ends_width(d) * matrix / d.memory_rate)
 
 
 def _reduces(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | float) -> Array:
-    """Seconds of the two sums over tensor ranks in a layer; with expert parallel only attention has one."""
+    """Seconds of the two sums over tensor ranks in a layer; with expert parallel only attention has one.
+
+    Small ones inside a fast domain are one kernel of the engine's own, others a ring of NCCL.
+    """
     group = Group(members=s.tensor, stride=np.ones(len(s)))
     calls = np.where(s.expert > 1, 1.0, 2.0)
-    reduce = all_reduce if c["call"] else small_all_reduce
-    return calls * reduce(s, c, group, 2.0 * d.model.hidden * tokens * np.ones(len(s)))
+    size = 2.0 * d.model.hidden * tokens * np.ones(len(s))
+    own = np.isin(s.tensor, d.server.own_reduce_ranks) & (group.inside(s.level_size[0]) == s.tensor)
+    own &= size <= d.server.own_reduce_bytes
+    return calls * np.where(own, small_all_reduce(s, c, group, size), all_reduce(s, c, group, size))
 
 
 def _exchanges(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | float) -> Array:
@@ -150,5 +159,6 @@ def _exchanges(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | f
 
 def _hop(d: Demand, s: Servings, c: Mapping[str, float], tokens: Array | float) -> Array:
     """Seconds to hand hidden states to the next stage; 0 with one stage."""
+    size = 2.0 * d.server.hop_tensors * d.model.hidden * tokens
     r = reach(s, c, Group(members=np.where(s.pipeline > 1, 2.0, 1.0), stride=s.tensor * s.data))
-    return np.where(s.pipeline > 1, 2.0 * d.model.hidden * tokens / s.tensor / r.bandwidth + c["call"] + r.hops, 0.0)
+    return np.where(s.pipeline > 1, size / s.tensor / r.bandwidth + c["call"] + r.hops, 0.0)

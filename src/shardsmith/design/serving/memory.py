@@ -10,13 +10,6 @@ from shardsmith.design.cost.batch import Array
 from shardsmith.design.serving.demand import Demand, Servings
 from shardsmith.units import DTYPE_BYTES, GIB
 
-USABLE = 0.9
-"""Share of the device's memory that a serving engine fills, declared: what vLLM takes unless told otherwise."""
-WORKSPACE = 1.0 * GIB
-"""Device context, communicators and captured graphs, declared."""
-CHUNK = 8192
-"""Prompt tokens that go through the model at a time (chunked prefill), declared."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServingMemory:
@@ -37,16 +30,21 @@ def serving_memory(d: Demand, s: Servings) -> ServingMemory:
     assert d.cluster.device.memory_gib is not None, "a device without memory has been refused"
     layers = np.ceil(d.model.layers / s.pipeline)
     weights = weight_bytes(d, s, layers)
-    request = layers * cache_token(d, s) * cached_tokens(d)
-    workspace = WORKSPACE + activation_bytes(d, s)
-    room = USABLE * d.cluster.device.memory_gib * GIB - weights - workspace
+    request = layers * cache_token(d, s) * held_tokens(d)
+    workspace = d.server.reserve_gib * GIB + activation_bytes(d, s)
+    room = d.server.memory_share * d.cluster.device.memory_gib * GIB - weights - workspace
     each = np.floor(np.maximum(room, 0.0) / request + 1e-9)
     return ServingMemory(weights=weights, request=request, workspace=workspace, room=room, requests=each * s.data)
 
 
 def weight_bytes(d: Demand, s: Servings, layers: Array) -> Array:
     """Bytes of weights on the fullest device: its layers, and embedding or head (both where there is one stage)."""
-    return DTYPE_BYTES[d.dtype] * (layers_elements(d, s, layers) + ends_elements(d, s))
+    return DTYPE_BYTES[d.dtype] * layers_elements(d, s, layers) + ends_width(d) * ends_elements(d, s)
+
+
+def ends_width(d: Demand) -> float:
+    """Bytes of an element of embedding and head, which some engines keep wide when weights are narrow."""
+    return float(DTYPE_BYTES[d.dtype if d.server.narrow_ends else "bfloat16"])
 
 
 def layers_elements(d: Demand, s: Servings, layers: Array) -> Array:
@@ -91,11 +89,22 @@ def cached_tokens(d: Demand) -> int:
     return min(d.context, d.model.window or d.context)
 
 
+def held_tokens(d: Demand) -> int:
+    """Tokens whose place a request holds: the cached ones, in whole blocks (Kwon et al. 2023)."""
+    block = block_tokens(d)
+    return -(-cached_tokens(d) // block) * block
+
+
+def block_tokens(d: Demand) -> int:
+    """Tokens of a block of the cache."""
+    return d.server.block_tokens if d.model.latent is None else d.server.latent_block_tokens
+
+
 def activation_bytes(d: Demand, s: Servings) -> Array:
-    """Bytes of activations of one chunk of prompt, and of the logits of a decoding batch (float32), at their peak."""
-    model, tokens = d.model, float(min(CHUNK, d.context))
+    """Bytes of activations of one full chunk of prompt, and of the logits that are reserved, at their peak."""
+    model, tokens = d.model, float(d.server.chunk(d.cluster.device))
     width = float(model.ffn if model.experts is None else max(model.ffn, model.experts.ffn * model.experts.top_k))
     inner = np.maximum((model.heads + 2.0 * model.kv_heads) * model.head_dim, width * (2.0 if model.gated else 1.0))
-    batch = np.ceil(d.concurrency / s.data)
-    found = 2.0 * tokens * (3.0 * model.hidden + inner / s.tensor) + 4.0 * batch * model.vocab / s.tensor
+    rows = np.maximum(np.ceil(d.concurrency / s.data), float(d.server.reserved_requests(d.cluster.device)))
+    found = 2.0 * tokens * (3.0 * model.hidden + inner / s.tensor) + d.server.logit_bytes * rows * model.vocab
     return np.asarray(found, dtype=np.float64)

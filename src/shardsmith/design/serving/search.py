@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from shardsmith.design.serving.demand import Demand, Servings, servings
 from shardsmith.design.serving.latency import BOUNDS, GRAPH_LATENCY, KERNEL_SECONDS, Latency, latency
-from shardsmith.design.serving.memory import CHUNK, USABLE, WORKSPACE, ServingMemory, serving_memory
+from shardsmith.design.serving.memory import ServingMemory, block_tokens, held_tokens, serving_memory
 from shardsmith.errors import Code
 from shardsmith.plan.plan import Plan
-from shardsmith.units import GIB
+from shardsmith.units import GIB, MIB
 
 NOTHING_FITS = Code(
     code="I201",
@@ -84,6 +84,7 @@ class ServingResult:
         return {
             "model": self.demand.model.name,
             "cluster": self.demand.cluster.name,
+            "target": self.demand.server.name,
             "context": self.demand.context,
             "concurrency": self.demand.concurrency,
             "plans": [choice.as_json() for choice in self.plans],
@@ -126,13 +127,17 @@ def search_serving(demand: Demand, *, top: int = 5) -> ServingResult:
 
 def assumptions(demand: Demand) -> tuple[str, ...]:
     """What the figures rest on."""
-    c = demand.cluster
+    c, server = demand.cluster, demand.server
+    chunk, block = server.chunk(c.device), block_tokens(demand)
     return (
+        f"the engine behaves as {server.name} has it: cache in blocks of {block} tokens, captured graphs up to "
+        f"{server.graph_requests} requests, sums up to {server.own_reduce_bytes / MIB:g} MiB in one kernel inside a "
+        "fast domain",
         f"weights in {demand.dtype}, cache in {demand.cache_dtype}; every request holds {demand.context} tokens, no "
         "prefix is shared",
-        f"{USABLE:.0%} of the {c.device.memory_gib:g} GiB of a {c.device.name} are used, "
-        f"{WORKSPACE / GIB:g} GiB of that for the runtime",
-        f"the first token: one request alone, its whole context as prompt, in chunks of {CHUNK} tokens; no queue",
+        f"{server.memory_share:.0%} of the {c.device.memory_gib:g} GiB of a {c.device.name} are used, "
+        f"{server.reserve_gib:g} GiB of that for the runtime",
+        f"the first token: one request alone, its whole context as prompt, in chunks of {chunk} tokens; no queue",
         "between tokens: all requests decode at once; tokens/s counts their output only",
         f"decoding runs captured graphs: {KERNEL_SECONDS * 1e6:g} us a kernel, {GRAPH_LATENCY:g} link latency a hop",
         "a pipeline decodes one group of requests a stage; experts are chosen evenly",
@@ -199,12 +204,15 @@ def _nothing_fits(demand: Demand, s: Servings, memory: ServingMemory) -> Excepti
             f"no layout holds even the weights of {demand.model.name}: at best {memory.weights[best] / GIB:.1f} GiB "
             f"and {memory.workspace[best] / GIB:.1f} GiB of workspace on a device"
         )
-        nodes = int(np.ceil(cluster.nodes * (1.0 - memory.room[best] / (USABLE * cluster.device.memory_gib * GIB))))  # type: ignore[operator]
+        usable = demand.server.memory_share * (cluster.device.memory_gib or 0.0) * GIB
+        nodes = int(np.ceil(cluster.nodes * (1.0 - memory.room[best] / usable)))
         hint = f"--nodes {max(nodes, cluster.nodes + 1)} or more, or --weights-dtype float8"
     else:
         message = f"at most {most} requests of {demand.context} tokens fit, with {s.plan(best)}"
         hints = [f"--concurrency {most}"] if most else []
-        context = int(memory.room[best] / (memory.request[best] / demand.context) * s.data[best] / demand.concurrency)
+        block, each = block_tokens(demand), np.ceil(demand.concurrency / s.data[best])
+        blocks = memory.room[best] / (memory.request[best] / held_tokens(demand)) / each // block
+        context = int(blocks) * block
         hints += [f"--context {context}"] if demand.model.window is None and context else []
         nodes = int(np.ceil(cluster.nodes * demand.concurrency / max(most, 1)))
         hint = ", or ".join([*hints, f"--nodes {nodes}"])

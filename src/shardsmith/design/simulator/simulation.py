@@ -31,6 +31,8 @@ SLOW = Code(
     title="a straggler that does not exist",
     because="a slow rank is one of the plan's world, and how slow it is a factor on its compute time",
 )
+SLOWEST = 1e9
+"""A factor beyond this is a slip of the pen: a second would be 30 years."""
 TIMES_AND_TARGET = Code(
     code="S403",
     title="given lengths beside a target",
@@ -104,17 +106,19 @@ def simulate_plan(
     times: Times | None = None,
     target: str | None = None,
     constants: Mapping[str, float] | None = None,
+    imbalance: float | None = None,
     record: bool = True,
 ) -> Simulation:
     """Simulate one step of a plan; lengths by the cost model, or `times` a microbatch and rank in seconds.
 
-    `constants` of the cost model stand in for the shipped ones.
+    `constants` of the cost model stand in for the shipped ones; the fullest expert rank receives `imbalance` times
+    the mean of rows (None: balanced).
 
     `slow` gives factors on the compute of global ranks. Their tensor, context and expert partners wait for them in
     every layer, other replicas in the reduction; of several affected replicas the one that ends last is shown (exact
     unless level 3 gathers in each pass, where it is a lower bound). On a cluster without figures (`local`) and without
     `times`, F = I = W = 1 s. Without `record` the timeline stays empty. Raises `Refused` for a plan that breaks a rule
-    (states too large for the device are only warned of), S402, S403, H502, H503, X351.
+    (states too large for the device are only warned of), S402, S403, E107, H502, H503, X351.
     """
     setup, found = settled(setup), examine(setup).faults
     raise_errors([f for f in found if f.code != MEMORY.code])
@@ -126,10 +130,16 @@ def simulate_plan(
         raise TIMES_AND_TARGET.refuse(
             "either lengths or constants of the cost model", ("--times", "given"), ("--constants", "given")
         )
+    has_price = times is None and _says_something(setup)
+    if imbalance is not None and not has_price:
+        raise TIMES_AND_TARGET.refuse(
+            "an imbalance belongs to lengths by the cost model",
+            ("--imbalance", f"imbalance = {imbalance:g}"),
+            ("--times", "given") if times is not None else ("cluster", f"{setup.cluster.name}, without figures"),
+        )
     order = _order(setup, batching(setup.plan, setup.workload).microbatches)
-    priced = (
-        subject_of(setup, target or DEFAULT_TARGET, constants) if times is None and _says_something(setup) else None
-    )
+    even = 1.0 if imbalance is None else imbalance
+    priced = subject_of(setup, target or DEFAULT_TARGET, constants, even) if has_price else None
     lengths, origin = _given(setup, order, times) if priced is None else _by_cost(priced, setup)
     gather, each = _gather(setup), streams_gradients(setup.plan)
 
@@ -170,8 +180,9 @@ def slow_faults(setup: Setup, slow: Mapping[int, float]) -> list[Fault]:
         if not 0 <= rank < world:
             message = f"there is no rank {rank} in a world of {world}"
             faults.append(SLOW.fault(message, said, hint=f"a rank from 0 to {world - 1}"))
-        elif not 0 < factor < float("inf"):
-            faults.append(SLOW.fault(f"a factor of {factor:g}", said, hint=f"{rank}=1.2: a fifth slower"))
+        elif not 0 < factor <= SLOWEST:
+            message = f"a factor of {factor:g}, not above 0 and up to {SLOWEST:g}"
+            faults.append(SLOW.fault(message, said, hint=f"{rank}=1.2: a fifth slower"))
     return faults
 
 

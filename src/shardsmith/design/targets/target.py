@@ -46,7 +46,10 @@ class Memory:
     """Bytes held on a device, a parameter of the rank or a logit, and whole layers gathered at once at level 3.
 
     `states_sharded` bytes are divided by the shard group, `weights` and `gradients` are not (below level 3). `fixed`
-    bytes stand on every device whatever is trained, where the software's figure counts more than tensors.
+    bytes stand on every device whatever is trained, where the software's figure counts more than tensors. `gathered`
+    bytes a gathered parameter are kept by streams of their own (0: as many as `weights`). `update` bytes, sharded as
+    states are, stand only while the optimiser steps, in the place of what backward needed. `spare` bytes a parameter
+    of one layer stay for weight gradients that products sum themselves.
     """
 
     weights: float
@@ -54,6 +57,9 @@ class Memory:
     states_sharded: float
     logits: float
     gathered_layers: float
+    gathered: float = 0.0
+    update: float = 0.0
+    spare: float = 0.0
     fixed: float = 0.0
 
 
@@ -86,8 +92,12 @@ class Target:
     tied: bool
     selective: Literal["attention", "operators"]
     early_stop: bool = False
+    regather: bool = False
+    overlap_regather: float = 0.0
     recompute_unstated: float = 0.0
     expert_launches: float = 120.0
+    expert_each: float = 0.0
+    expert_fused: bool = False
     overlap_expert: float = 0.0
     recompute_gemm_unstated: float = 0.0
     overlaps: tuple[Overlap, ...] = ()

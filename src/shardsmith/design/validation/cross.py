@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.batch import Array
 from shardsmith.design.cost.constants import Constant
 from shardsmith.design.cost.fit import fit
-from shardsmith.design.cost.refit import refit
+from shardsmith.design.cost.refit import RUN_NOISE, refit
 from shardsmith.design.cost.step import step
 from shardsmith.design.validation.rows import Runs
 
@@ -70,15 +70,18 @@ def refitted_by_one_row(runs: Runs, start: Mapping[str, Constant]) -> Array:
     return predicted
 
 
-def scaled_by_one_row(predicted: Array, measured: Array, sources: Sequence[str]) -> Array:
+def scaled_by_one_row(predicted: Array, measured: Array, sources: Sequence[str], spread: float) -> Array:
     """Predictions with ONE factor a source, set from one of its rows as a user with one measured run would.
 
-    The row is the `middle` one; itself it keeps its unscaled prediction, so that it does not count as known.
+    The factor is the most probable one where machines differ by `spread` and a run repeats within RUN_NOISE, as in a
+    refit: one run is not believed to the last percent. The row is the `middle` one; itself it keeps its unscaled
+    prediction, so that it does not count as known.
     """
+    trust = spread**2 / (spread**2 + RUN_NOISE**2)
     scaled, names = predicted.copy(), np.asarray(sources)
     for name in np.unique(names):
         rows = np.flatnonzero(names == name)
         known = middle(predicted, rows)
         others = rows[rows != known]
-        scaled[others] = predicted[others] * measured[known] / predicted[known]
+        scaled[others] = predicted[others] * (measured[known] / predicted[known]) ** trust
     return scaled

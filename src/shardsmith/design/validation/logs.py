@@ -57,7 +57,7 @@ def read_log(path: str | Path, load: Load) -> RunLog:
         raise NO_FILE.refuse(f"there is no file {str(path)!r}")
     lines = _COLOURS.sub("", file.read_text(encoding="utf-8", errors="replace")).splitlines()
     for form, find in _FORMS.items():
-        times = find(lines, load, str(path))
+        times = [seconds for seconds in find(lines, load, str(path)) if 0 < seconds < float("inf")]
         if times:
             kept = np.array(times[min(len(times) - 1, int(np.ceil(WARM_UP * len(times)))) :])
             low, high = np.quantile(kept, (0.1, 0.9))
@@ -68,10 +68,10 @@ def read_log(path: str | Path, load: Load) -> RunLog:
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_MEGATRON = re.compile(r"elapsed time per iteration \((ms|s)\):\s*([\d.]+)")
+_MEGATRON = re.compile(r"elapsed time per iteration \((ms|s)\):\s*(\d+(?:\.\d+)?)")
 _MEGATRON_BATCH = re.compile(r"global batch size:\s*(\d+)")
-_DEEPSPEED_STEP = re.compile(r"iter time \(s\):\s*([\d.]+)")
-_DEEPSPEED_RATE = re.compile(r"CurrSamplesPerSec=([\d.]+)")
+_DEEPSPEED_STEP = re.compile(r"iter time \(s\):\s*(\d+(?:\.\d+)?)")
+_DEEPSPEED_RATE = re.compile(r"CurrSamplesPerSec=(\d+(?:\.\d+)?)")
 _TITAN = re.compile(r"\bstep:\s*\d+\b.*?\b(?:tps|wps):\s*([\d,]+)")
 
 

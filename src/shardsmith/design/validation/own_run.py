@@ -14,9 +14,20 @@ from shardsmith.design.cost.layouts import batch_of, layouts_of
 from shardsmith.design.cost.refit import Move, Refit, refit
 from shardsmith.design.cost.subject import subject_of
 from shardsmith.design.validation.logs import Load, RunLog, read_log
+from shardsmith.errors import Code
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
+from shardsmith.units import format_seconds
 
+OTHER_RUN = Code(
+    code="F723",
+    title="the log cannot be of this plan",
+    because="constants move only as far as machines differ, and none of their legal values explains such a step time",
+)
+UNEXPLAINED = 0.2
+"""Log error that a refit may leave; a run that is further off met a physical bound."""
+MOST_SIGMAS = 8.0
+"""Spreads between machines by which a constant may move; one that went further stands for something else."""
 MOVED = 0.005
 """Relative change from which a move is worth telling."""
 
@@ -38,8 +49,8 @@ class OwnRun:
 def refit_to(log: str | Path, setup: Setup, target: str, current: Mapping[str, float]) -> OwnRun:
     """Constants moved by the run of `setup` whose log is at `log`, as software `target` ran it.
 
-    Raises `Refused` for a log that does not fit (F110, F721, F722), an unknown target (X351), and a cluster that does
-    not say enough (H501 to H503).
+    Raises `Refused` for a log that does not fit (F110, F721, F722), a step time that no machine of this kind explains
+    (F723), an unknown target (X351), and a cluster that does not say enough (H501 to H503).
     """
     subject = subject_of(setup, target, current)
     kinds = precision(setup.plan, setup.workload)
@@ -47,7 +58,21 @@ def refit_to(log: str | Path, setup: Setup, target: str, current: Mapping[str, f
     load = Load(global_batch=setup.workload.global_batch, seq_len=setup.workload.seq_len, devices=setup.plan.world)
     measured = read_log(log, load)
     found = refit(batch, np.array([measured.seconds]), constants(), current)
+    if not _explains(found):
+        raise OTHER_RUN.refuse(
+            f"a step took {format_seconds(measured.seconds)}, predicted {format_seconds(float(found.before_s[0]))}",
+            (str(log), f"step time = {measured.seconds:g} s, the median of {measured.steps}"),
+            ("plan", f"{setup.plan} on {setup.plan.world} x {setup.cluster.device.name}, software {target}"),
+            hint="the plan, cluster, batch and --target that this log was written with",
+        )
     return OwnRun(log=measured, target=target, refit=found)
+
+
+def _explains(found: Refit) -> bool:
+    """Whether constants that machines can have bring the prediction to the run."""
+    left = np.abs(np.log(found.after_s / found.measured_s))
+    furthest = max(abs(move.sigmas) for move in found.moves)
+    return bool((left <= UNEXPLAINED).all() and furthest <= MOST_SIGMAS)
 
 
 def write_constants(run: OwnRun, path: str | Path, source: str) -> None:

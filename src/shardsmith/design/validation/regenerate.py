@@ -16,6 +16,7 @@ import tomli_w
 from shardsmith.design.cost.constants import constants
 from shardsmith.design.cost.fit import fit
 from shardsmith.design.cost.interval import half_widths
+from shardsmith.design.cost.step import step
 from shardsmith.design.validation.accuracy import accuracy_page
 from shardsmith.design.validation.cross import leave_out
 from shardsmith.design.validation.rows import read_runs
@@ -28,12 +29,15 @@ DIGITS = 4
 def regenerate() -> dict[str, float]:
     """Fitted constants and interval widths from package data: widths from leave-one-source-out errors.
 
-    A user's machine is a new source, so that is how far off a prediction for it is.
+    A user's machine is a new source, so that is how far off a prediction for it is. Runs with experts are in no fit, so
+    their errors are left out as they are.
     """
     runs, start = read_runs(DATA / "runs.csv"), constants()
     fitted = fit(runs.batch, runs.seconds, runs.groups, start)
     left_out = leave_out(runs, runs.sources, start)
-    return fitted | half_widths(runs.batch, fitted, left_out, runs.seconds)
+    sparse = read_runs(DATA / "runs.csv", moe=True)
+    found = half_widths(sparse.batch, fitted, step(sparse.batch, fitted).total, sparse.seconds)
+    return fitted | found | half_widths(runs.batch, fitted, left_out, runs.seconds)
 
 
 def write(found: Mapping[str, float]) -> None:

@@ -73,7 +73,7 @@ def validate(
         blocks = runs.groups if cross == "leave-one-group-out" else runs.sources
         predicted = leave_out(runs, blocks, constants())
         if cross == "one-scalar-per-source":
-            predicted = scaled_by_one_row(predicted, runs.seconds, runs.sources)
+            predicted = scaled_by_one_row(predicted, runs.seconds, runs.sources, constants()["machine"].spread)
     low, high = interval(runs.batch, current, predicted) if len(predicted) else (predicted, predicted)
     return Validation(runs=runs, predicted=predicted, low=low, high=high, cross=cross)
 
@@ -120,6 +120,9 @@ def predicted_gb(runs: Runs) -> Array:
         states=np.array([m.states_sharded for m in declared]),
         logits=np.array([m.logits for m in declared]),
         gathered_layers=np.array([m.gathered_layers for m in declared]),
+        gathered=np.array([m.gathered or m.weights for m in declared]),
+        update=np.array([m.update for m in declared]),
+        spare=np.array([m.spare for m in declared]),
     )
     fixed = np.array([m.fixed for m in declared])
     return np.asarray((peak(runs.batch, held) + fixed) / GB, dtype=np.float64)

@@ -6,7 +6,7 @@ import csv
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,28 @@ from shardsmith.design.cost.devices import DeviceFacts, attention_share, device_
 from shardsmith.design.cost.kernels import GENERATIONS
 from shardsmith.design.cost.pipeline import stage_layers
 from shardsmith.design.cost.schedules import SCHEDULES
+from shardsmith.design.cost.subject import model_columns
 from shardsmith.design.targets import Elementwise, Target, target_named
+from shardsmith.design.validation.architectures import architecture_of, mean_window
 from shardsmith.design.validation.machines import machine_of
 from shardsmith.errors import Refused
+from shardsmith.specs.job import Workload
+from shardsmith.specs.library import model_named
 
 Row = Mapping[str, str]
 
 LINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 9.6e-6
 """Seconds a hop inside the fast domain and between nodes, as in the cluster presets."""
+SECONDS, GIGABYTES = (1e-6, 1e7), (1e-6, 1e6)
+"""What a measured step can take, and a device hold; beyond, a row says something else."""
+LARGEST = 1e15
+"""No size, degree or rate of a row is larger; what is cannot be multiplied with others."""
+AT_LEAST_ONE = (
+    *("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
+    *("kv_heads", "head_dim", "ffn_hidden", "vocab", "gpu_peak_tflops_bf16"),
+    *("intra_bw_GBs", "inter_bw_Gbps_per_gpu", "gpus_per_node", "nvlink_domain"),
+)
+"""Columns that may be empty, but not below 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +93,27 @@ def read_runs(path: str | Path, *, moe: bool = False, memory: bool = False) -> R
     with Path(path).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     kept: list[dict[str, float]] = []
+    measured: list[list[float]] = []
     sound: list[Row] = []
     skipped: list[Skipped] = []
     for row in rows:
         try:
             reason = _unscorable(row, moe=moe, memory=memory)
             values = {} if reason else case(row)
+            found = [_number(row, key) for key in ("iter_time_best_s", "peak_mem_gb")]
         except (ValueError, Refused) as error:
             reason = str(error).splitlines()[0]
         if reason:
             skipped.append(Skipped(id=row.get("id", "?"), reason=reason))
         else:
             kept.append(values)
+            measured.append(found)
             sound.append(row)
     return Runs(
         batch=as_batch(kept),
         rows=tuple(sound),
-        seconds=np.array([_number(r, "iter_time_best_s") for r in sound]),
-        memory_gb=np.array([_number(r, "peak_mem_gb") for r in sound]),
+        seconds=np.array([seconds for seconds, _ in measured]),
+        memory_gb=np.array([held for _, held in measured]),
         skipped=tuple(skipped),
     )
 
@@ -109,29 +126,35 @@ def _unscorable(row: Row, *, moe: bool, memory: bool) -> str:
     measured = _number(row, "peak_mem_gb" if memory else "iter_time_best_s")
     if math.isnan(measured):
         return "no measured memory" if memory else "no measured step time"
-    return "" if measured > 0 else f"measured {'memory' if memory else 'step time'} = {measured:g}"
+    what, least, most = ("memory", *GIGABYTES) if memory else ("step time", *SECONDS)
+    return "" if least <= measured <= most else f"measured {what} = {measured:g}: not from {least:g} to {most:g}"
 
 
 def _number(row: Row, key: str, default: float = math.nan) -> float:
+    """What a row says in column `key`, or `default` where it says nothing. ValueError for what is no size."""
     text = (row.get(key) or "").strip()
-    return float(text) if text else default
+    value = float(text) if text and text.lower() != "nan" else default
+    if value < 0 or value > LARGEST:
+        raise ValueError(f"{key} = {value:g} is not from 0 to {LARGEST:g}")
+    return value
 
 
 def _need(row: Row, key: str) -> float:
     value = _number(row, key)
     if math.isnan(value):
         raise ValueError(f"{key} is empty")
-    if not value > 0:
-        raise ValueError(f"{key} = {value:g} must be greater than zero")
+    if value < 1:
+        raise ValueError(f"{key} = {value:g} is below 1")
     return value
 
 
 def target_of(row: Row) -> Target:
     """The target whose declared behaviour a row's software has. ValueError for software that has no target."""
-    name, notes = row.get("framework", ""), row.get("notes", "")
+    name, notes, precision = (row.get(key, "") for key in ("framework", "notes", "precision"))
     rules: Sequence[tuple[str, Callable[[], bool]]] = (
         ("composer-fsdp-classic", lambda: "Composer" in name and "MP mode PURE" in notes),
         ("composer-fsdp", lambda: "llm-foundry" in name or "Composer" in name or "fms" in name),
+        ("internevo-fsdp", lambda: "InternEvo" in name and "fsdp" in row.get("zero_stage_or_fsdp", "")),
         ("internevo", lambda: "InternEvo" in name or "InternLM" in name),
         ("torchtitan-compile", lambda: "torchtitan" in name and "compile" in notes),
         ("torchtitan", lambda: "torchtitan" in name),
@@ -139,6 +162,8 @@ def target_of(row: Row) -> Target:
         ("megatron-deepspeed-classic", lambda: "DeepSpeed" in name),
         ("maxtext", lambda: "MaxText" in name),
         ("paxml", lambda: "Paxml" in name or "JAX" in name),
+        ("megatron-bridge-graphs", lambda: "Bridge" in name and _container(notes) >= 26.06 and "mx" in precision),
+        ("megatron-bridge", lambda: "Bridge" in name),
         ("megatron-core", lambda: any(k in name for k in ("NeMo", "Bridge", "Core", "MLPerf", "AutoModel"))),
         ("megatron-lm-core", lambda: "Megatron-LM" in name and _number(row, "year", 2022.0) >= 2023),
         ("megatron-lm-3", lambda: "Megatron-LM" in name and _number(row, "year", 2020.0) >= 2022),
@@ -150,36 +175,49 @@ def target_of(row: Row) -> Target:
     raise ValueError(f"framework {name!r} has no target")
 
 
+def _container(notes: str) -> float:
+    found = re.search(r"container (\d+\.\d+)", notes)
+    return float(found.group(1)) if found else math.nan
+
+
 def case(row: Row) -> dict[str, float]:
     """One row as numbers, a key for every field of Batch. ValueError or Refused says what is wrong with it."""
     target, facts = target_of(row), device_facts(row.get("gpu", ""))
-    for key in ("tp", "pp", "dp", "cp", "ep", "micro_batch", "global_batch"):
-        if _number(row, key, 1.0) <= 0:
-            raise ValueError(f"{key} is not above 0")
+    for key in AT_LEAST_ONE:
+        if (value := _number(row, key, 1.0)) < 1:
+            raise ValueError(f"{key} = {value:g} is below 1")
     return _model(row) | _device(row, facts) | (layout := _layout(row, target)) | _software(row, target, facts, layout)
 
 
 def _model(row: Row) -> dict[str, float]:
-    hidden, heads = _need(row, "hidden"), _need(row, "heads")
-    experts = _number(row, "n_experts", 0.0)
-    return {
-        "layers": _need(row, "layers"),
+    hidden, heads, seq_len = _need(row, "hidden"), _need(row, "heads"), _need(row, "seq_len")
+    known, experts, layers = architecture_of(row), _number(row, "n_experts", 0.0), _need(row, "layers")
+    stated = {
+        "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "kv_heads": _number(row, "kv_heads", heads),
         "head_dim": _number(row, "head_dim", hidden / heads),
         "projection": 1.0,
-        "window": _need(row, "seq_len"),
+        "window": mean_window(seq_len, known.window, known.window_share),
         "ffn": _number(row, "ffn_hidden", 4.0 * hidden),
         "gated": float(row.get("arch") in ("llama", "moe")),
         "vocab": _number(row, "vocab", 51200.0),
-        "seq_len": _need(row, "seq_len"),
+        "seq_len": seq_len,
         "experts": experts,
         "top_k": _number(row, "topk", 0.0),
         "expert_ffn": _number(row, "expert_ffn", 0.0),
+        "expert_bias": float(known.expert_bias),
         "shared_ffn": 0.0,
-        "moe_layers": _need(row, "layers") if experts else 0.0,
+        "moe_layers": layers if experts else 0.0,
     }
+    if known.preset:
+        whole = model_named(known.preset)
+        if (whole.hidden, whole.heads) == (hidden, heads):
+            # A row may be of the first layers only.
+            model = replace(whole, layers=int(layers))
+            stated |= model_columns(model, Workload(seq_len=int(seq_len), global_batch=1))
+    return stated
 
 
 def _device(row: Row, d: DeviceFacts) -> dict[str, float]:
@@ -189,8 +227,6 @@ def _device(row: Row, d: DeviceFacts) -> dict[str, float]:
         raise ValueError(f"{d.name} has no 8-bit products, but precision = {precision}")
     node = _number(row, "nvlink_domain", _number(row, "gpus_per_node", 8.0))
     intra, inter = _number(row, "intra_bw_GBs", 300.0), _number(row, "inter_bw_Gbps_per_gpu", 200.0)
-    if intra <= 0 or inter <= 0 or node <= 0:
-        raise ValueError(f"a link without bandwidth: intra {intra:g} GB/s, inter {inter:g} Gb/s")
     machine = machine_of(row)
     generation = "measured" if machine.matmul_share and not fp8 else d.generation
     return {
@@ -303,8 +339,12 @@ def _software(row: Row, t: Target, d: DeviceFacts, layout: Mapping[str, float]) 
         "loss_bytes": t.loss_bytes,
         "launches": t.launches,
         "early_stop": float(t.early_stop),
+        "regather": float(t.regather),
+        "overlap_regather": t.overlap_regather * shown,
         "synchronous": float(machine_of(row).synchronous),
         "expert_launches": t.expert_launches,
+        "expert_each": t.expert_each,
+        "expert_fused": float(t.expert_fused),
         "overlap_expert": t.overlap_expert * shown,
         "accumulate_bytes": t.accumulate_bytes,
         "accumulate_in_product_bytes": t.accumulate_in_product_bytes,

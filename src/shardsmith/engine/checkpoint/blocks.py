@@ -37,18 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardsmith.errors import Code
-
-NOT_WRITTEN = Code(
-    code="F501",
-    title="a checkpoint could not be written",
-    because="a checkpoint is complete on all ranks or it is none; the earlier ones are as they were",
-)
-NOT_READ = Code(
-    code="F502",
-    title="a checkpoint could not be read",
-    because="a tensor that is not read keeps whatever values it starts with",
-)
+from shardsmith.engine.checkpoint.record import NOT_READ, NOT_WRITTEN
 
 _METADATA = ".metadata"
 _HARMLESS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardsmith.engine.checkpoint.companions import carry, token_ids
-from shardsmith.engine.checkpoint.formats import Format, format_of, open_weights
-from shardsmith.engine.checkpoint.hugging_face import write_hugging_face
-from shardsmith.engine.checkpoint.run_folder import write_run
-from shardsmith.engine.checkpoint.safetensors_file import Opened, names_in
+from shardsmith.engine.checkpoint.formats import Format, format_of
 from shardsmith.errors import Code
 
 NOT_EMPTY = Code(
@@ -43,6 +40,11 @@ def convert(source: Path, target: Path) -> Converted:
     kind = format_of(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise NOT_EMPTY.refuse(f"{target} exists and is not empty", ("DST", str(target)), hint="name a new folder")
+    # these bring torch, and what is refused above should be at once
+    from shardsmith.engine.checkpoint.hugging_face import write_hugging_face
+    from shardsmith.engine.checkpoint.open import open_weights
+    from shardsmith.engine.checkpoint.run_folder import write_run
+
     found = open_weights(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -70,6 +72,8 @@ def convert(source: Path, target: Path) -> Converted:
 
 def _measure(folder: Path) -> tuple[int, int]:
     """Number and bytes of all tensors in the safetensors files of `folder`, as they were written."""
+    from shardsmith.engine.checkpoint.safetensors_file import Opened, names_in
+
     count = size = 0
     for file in sorted(folder.glob("*.safetensors")):
         names = names_in(file)

@@ -1,14 +1,12 @@
-"""What a folder of weights is, and its tensors as a Source whatever it is."""
+"""What a folder of weights is, by its files. Needs no torch, so that a wrong folder is refused at once."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from shardsmith.engine.checkpoint import hugging_face, run_folder, store
+from shardsmith.engine.checkpoint import store
 from shardsmith.engine.checkpoint.record import RECORD_FILE
-from shardsmith.engine.checkpoint.source import Source
-from shardsmith.engine.checkpoint.whole import open_full
 from shardsmith.errors import Code
 
 NO_FORMAT = Code(
@@ -18,10 +16,19 @@ NO_FORMAT = Code(
     "a checkpoint has a state.json",
 )
 
+CONFIG_FILE = "config.json"
+"""The model, in a Hugging Face folder."""
+MODEL_FILE = "model.toml"
+"""The model, in the folder of a run."""
+RUN_FILE = "run.toml"
+"""The job as it was run, every value stated."""
+WEIGHTS_FILE = "model.safetensors"
+"""All full tensors, where they are in one file: of a run under the model's own names."""
+
 Format = Literal["hugging_face", "run", "checkpoint"]
 MARKS: dict[Format, str] = {
-    "hugging_face": hugging_face.CONFIG_FILE,
-    "run": run_folder.MODEL_FILE,
+    "hugging_face": CONFIG_FILE,
+    "run": MODEL_FILE,
     "checkpoint": RECORD_FILE,
 }
 """The file by which each format is known."""
@@ -41,15 +48,3 @@ def format_of(folder: Path, said: str = "SRC") -> Format:
     if (last := store.newest(folder / "checkpoints", (store.WEIGHTS,)).folder) is not None:
         hint = f"that run has not ended; its newest checkpoint is {last}"
     raise NO_FORMAT.refuse(message, (said, str(folder)), hint=hint)
-
-
-def open_weights(folder: Path, said: str = "SRC") -> Source:
-    """The full tensors of `folder`, every one checked before the first is read.
-
-    Raises `Refused`: no known format (F406), or unsound in the one it has (F110, F401 to F405; F502, F507).
-    """
-    kind = format_of(folder, said)
-    if kind == "checkpoint":
-        full = open_full(folder)
-        return Source(model=full.model, dtypes=full.dtypes, read=full.read)
-    return hugging_face.read_hugging_face(folder) if kind == "hugging_face" else run_folder.read_run(folder)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardsmith.engine.checkpoint.companions import TokenIds
+from shardsmith.engine.checkpoint.formats import CONFIG_FILE, WEIGHTS_FILE
 from shardsmith.engine.checkpoint.safetensors_file import (
     NO_TENSOR,
     SURPLUS,
@@ -26,8 +27,6 @@ from shardsmith.specs.hf_names import HFTensor, Turned, hf_tensors, located
 from shardsmith.specs.hf_write import to_hf_config
 from shardsmith.specs.parse import NO_FILE
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 """Tensors go into another file where one file would grow beyond this."""

@@ -8,12 +8,21 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardsmith.engine.checkpoint.blocks import NOT_READ
 from shardsmith.errors import Code, Fault
-from shardsmith.specs.job import Data
+from shardsmith.specs.job import Data, Optimisation
 from shardsmith.specs.model import ModelSpec
 from shardsmith.specs.parse import parse_table
 
+NOT_WRITTEN = Code(
+    code="F501",
+    title="a checkpoint could not be written",
+    because="a checkpoint is complete on all ranks or it is none; the earlier ones are as they were",
+)
+NOT_READ = Code(
+    code="F502",
+    title="a checkpoint could not be read",
+    because="a tensor that is not read keeps whatever values it starts with",
+)
 OTHER_MODEL = Code(
     code="F503",
     title="checkpoint of another model",
@@ -31,8 +40,15 @@ NEWER = Code(
     because="what a newer version has added would silently be left out",
 )
 
+NO_OPTIMIZER = Code(
+    code="F508",
+    title="checkpoint without the state of this optimiser",
+    because="moments that restart at zero make the loss jump or drift, and nothing would say why",
+)
+
 RECORD_FILE = "state.json"
 FORMAT = 1
+_RESET = 'resume without it by name: run.reset = ["optimizer"]'
 _FREE = ("name", "init_std")
 """Fields of a model that change nothing once it is trained."""
 _TRAINING = (*_FREE, "dropout", "attention_dropout")
@@ -147,6 +163,33 @@ def data_faults(saved: Mapping[str, Any], data: Mapping[str, Any], source: str) 
     faults = _differences(saved, data, plain(Data()), source, "data", OTHER_DATA)
     hint = 'take the value of the checkpoint, or begin these data from their start: run.reset = ["data"]'
     return [OTHER_DATA.fault(f.message, *f.values, hint=hint) for f in faults]
+
+
+def needed_states(optimisation: Optimisation) -> tuple[str, ...]:
+    """Tensors that the optimiser keeps of each parameter, as torch names them."""
+    if optimisation.optimizer == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if optimisation.momentum else ()
+
+
+def optimizer_faults(saved: OptimizerRecord | None, optimisation: Optimisation, source: str) -> list[Fault]:
+    """Why the optimiser of a job cannot go on from `saved`."""
+    if saved is None:
+        return []
+    needs = needed_states(optimisation)
+    missing = [key for key in needs if key not in saved.needs]
+    if saved.kind == optimisation.optimizer and not missing:
+        return []
+    message = f"the checkpoint was written by {saved.kind} and has no {' and no '.join(missing)}"
+    if not missing:
+        message = f"the checkpoint was written by {saved.kind}, whose states {optimisation.optimizer} does not continue"
+    said = ((source, f"optimizer = {saved.kind}"), ("job", f"optimizer = {optimisation.optimizer}"))
+    return [NO_OPTIMIZER.fault(message, *said, hint=_RESET)]
+
+
+def missing_part(source: str) -> Fault:
+    """The fault of a checkpoint whose optimiser part is gone."""
+    return NO_OPTIMIZER.fault(f"{source} has no folder optimizer/", (source, "no optimizer/"), hint=_RESET)
 
 
 def _differences(

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardsmith.engine.checkpoint.formats import MODEL_FILE, WEIGHTS_FILE
 from shardsmith.engine.checkpoint.safetensors_file import NO_TENSOR, SURPLUS, Entry, Opened, names_in, write_safetensors
 from shardsmith.engine.checkpoint.source import Source
 from shardsmith.errors import raise_errors
 from shardsmith.specs.library import model_named, model_toml
 from shardsmith.specs.model import stored_weights
-
-WEIGHTS_FILE = "model.safetensors"
-"""Full final weights in the run's folder, under the model's own tensor names."""
-
-MODEL_FILE = "model.toml"
-
-RUN_FILE = "run.toml"
-"""The job as it was run, every value stated."""
 
 
 def read_run(folder: Path) -> Source:

@@ -10,16 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardsmith.engine.checkpoint.blocks import Block, whole_block
-from shardsmith.engine.checkpoint.record import OptimizerRecord
-from shardsmith.errors import Code, Fault
+from shardsmith.engine.checkpoint.record import OptimizerRecord, needed_states
 from shardsmith.specs.job import Optimisation
-
-NO_OPTIMIZER = Code(
-    code="F508",
-    title="checkpoint without the state of this optimiser",
-    because="moments that restart at zero make the loss jump or drift, and nothing would say why",
-)
-_RESET = 'resume without it by name: run.reset = ["optimizer"]'
 
 
 class Rows(Protocol):
@@ -31,13 +23,6 @@ class Rows(Protocol):
 
     def placed(self, rows: Tensor) -> Tensor:
         """`rows`, laid out as `parameter`, with their dims as in the full tensor."""
-
-
-def needed_states(optimisation: Optimisation) -> tuple[str, ...]:
-    """Tensors that the optimiser keeps of each parameter, as torch names them."""
-    if optimisation.optimizer == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if optimisation.momentum else ()
 
 
 def optimizer_record(
@@ -82,26 +67,6 @@ def prepare_optimizer(
         state |= {key: torch.zeros_like(parameter, requires_grad=False) for key in record.states}
         if state:
             optimizer.state[parameter] = state
-
-
-def optimizer_faults(saved: OptimizerRecord | None, optimisation: Optimisation, source: str) -> list[Fault]:
-    """Why the optimiser of a job cannot go on from `saved`."""
-    if saved is None:
-        return []
-    needs = needed_states(optimisation)
-    missing = [key for key in needs if key not in saved.needs]
-    if saved.kind == optimisation.optimizer and not missing:
-        return []
-    message = f"the checkpoint was written by {saved.kind} and has no {' and no '.join(missing)}"
-    if not missing:
-        message = f"the checkpoint was written by {saved.kind}, whose states {optimisation.optimizer} does not continue"
-    said = ((source, f"optimizer = {saved.kind}"), ("job", f"optimizer = {optimisation.optimizer}"))
-    return [NO_OPTIMIZER.fault(message, *said, hint=_RESET)]
-
-
-def missing_part(source: str) -> Fault:
-    """The fault of a checkpoint whose optimiser part is gone."""
-    return NO_OPTIMIZER.fault(f"{source} has no folder optimizer/", (source, "no optimizer/"), hint=_RESET)
 
 
 def generator_blocks(rank: int, device: torch.device) -> dict[str, Block]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardsmith.engine.checkpoint.blocks import NOT_WRITTEN
+from shardsmith.engine.checkpoint.record import NOT_WRITTEN
 from shardsmith.engine.runtime import progress
 from shardsmith.errors import Code, Refused
 

@@ -103,6 +103,8 @@ def prepare(
     The same text gives the same files, and memory does not grow with it. Raises `Refused` (G001 to G105).
     """
     prefix = prefix_of(out)
+    if not prefix.name:
+        raise OUTPUT_FAILED.refuse(f"{str(out)!r} names no file", ("--out", repr(str(out))), hint="--out data/text")
     paths = {"bin": beside(prefix, ".bin"), "idx": beside(prefix, ".idx"), "meta": beside(prefix, ".json")}
     paths["mask"] = beside(prefix, ".mask.bin")
     faults: list[Fault] = []

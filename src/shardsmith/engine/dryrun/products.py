@@ -38,6 +38,11 @@ def _attention(query: int, products: int, causal: int) -> Product:
     return count
 
 
+def _grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> tuple[str, int]:
+    """Rows [T, n] times the matrix [E, n, m] of their expert, or [n, T] times [T, m] for the rows of each expert."""
+    return "linear", 2 * args[0].numel() * args[1].shape[-1]
+
+
 PRODUCTS: dict[Any, Product] = {
     ATEN.mm.default: _mm(0),
     ATEN.mm.out: _mm(0),
@@ -45,6 +50,7 @@ PRODUCTS: dict[Any, Product] = {
     ATEN.addmm.default: _mm(1),
     ATEN.addmm.out: _mm(1),
     ATEN.addmm_.default: _mm(1),
+    ATEN._grouped_mm.default: _grouped,
     ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention(0, 2, 4),
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(1, 4, 7),
 }

@@ -15,28 +15,32 @@ import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardsmith.engine.checkpoint.record import OptimizerRecord
-from shardsmith.engine.checkpoint.state import needed_states, prepare_optimizer
+from shardsmith.engine.checkpoint.record import OptimizerRecord, needed_states
+from shardsmith.engine.checkpoint.state import prepare_optimizer
 from shardsmith.engine.dataset.batches import Microbatch
 from shardsmith.engine.dryrun.tracker import Tracker
 from shardsmith.engine.dryrun.watch import watching
 from shardsmith.engine.train.step import Trainer
 from shardsmith.layout.facts import CollectiveCount
 from shardsmith.layout.record import StepRecord
+from shardsmith.layout.routing import StatedRouting
 from shardsmith.plan.batch import batching
 from shardsmith.plan.setup import Setup
 from shardsmith.schedule.ir import Action, Kind
 from shardsmith.specs.job import Optimisation
 
 
-def dry_run_rank(setup: Setup, rank: int, optimisation: Optimisation) -> StepRecord:
+def dry_run_rank(setup: Setup, rank: int, optimisation: Optimisation, *, imbalance: float = 1.0) -> StepRecord:
     """The record of one step of global `rank`, as a run has it from its second step on.
 
-    No process group may be up in this process; none is left behind.
+    Of a model with experts, those of this rank receive `imbalance` times the mean (see `layout.routing`). No process
+    group may be up in this process; none is left behind.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=setup.plan.world)
     try:
-        with FakeTensorMode(), watching() as tracker:
+        stated = StatedRouting(setup, rank, imbalance) if setup.model.experts is not None else None
+        # Choices of experts have data (see `stated.py`), and meet tensors that have none.
+        with FakeTensorMode(allow_non_fake_inputs=True), watching(rank, stated) as tracker:
             trainer = _ready(setup, rank, optimisation, tracker)
             with tracker.labelling("inputs"):
                 microbatches = fake_batch(setup)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -23,12 +24,19 @@ ATEN, PRIM = torch.ops.aten, torch.ops.prim
 TEMPORARY = "temporary"
 
 
+def _grouped_mm(x: Tensor, y: Tensor, offs: Tensor, **unused: Any) -> Tensor:
+    """The output of torch's grouped product, whose own fake takes bfloat16 alone where the real one takes float32."""
+    if y.dim() == 3:
+        return x.new_empty(x.shape[0], y.shape[2])
+    return x.new_empty(len(offs), x.shape[0], y.shape[1])
+
+
 class Tracker(TorchDispatchMode):
     """Sees every operator while it is entered; meant to stand above a `FakeTensorMode`.
 
     `live` are bytes by label, `at_peak` those when their sum was largest since `start`. What an operator makes gets
     the label that is set (`labelling`), and may get another later (`name`). A number that the host asks of a
-    tensor, which has no data, is 0.
+    tensor, which has no data, is 0. What is computed of tensors that do have data has them as well.
     """
 
     def __init__(self) -> None:
@@ -41,6 +49,7 @@ class Tracker(TorchDispatchMode):
         self._sizes: dict[int, tuple[int, str]] = {}
         self._watched: dict[int, weakref.ref[UntypedStorage]] = {}
         self._new: set[int] | None = None
+        self._data = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -66,9 +75,15 @@ class Tracker(TorchDispatchMode):
         """Run `op`, count its FLOPs and the storages it makes."""
         if op is PRIM.device.default:
             return args[0].fake_device
-        if op is ATEN._local_scalar_dense.default:
+        if not types and (self._data or any(isinstance(x, Tensor) for x in tree_iter(args))):
+            with unset_fake_temporarily():
+                out = op(*args, **(kwargs or {}))
+        elif op is ATEN._local_scalar_dense.default:
             return 0
-        out = op(*args, **(kwargs or {}))
+        elif op is ATEN._grouped_mm.default:
+            out = _grouped_mm(*args, **kwargs)
+        else:
+            out = op(*args, **(kwargs or {}))
         product = PRODUCTS.get(op)
         if product is not None:
             part, count = product(args, kwargs or {}, out)
@@ -101,6 +116,13 @@ class Tracker(TorchDispatchMode):
         for key in self._new:
             self._relabel(key, label)
         self._new = None
+
+    @contextmanager
+    def with_data(self) -> Iterator[None]:
+        """Within, tensors that are made of nothing have data."""
+        before, self._data = self._data, True
+        yield
+        self._data = before
 
     def name(self, tensors: Iterable[Tensor], label: str) -> None:
         """The storages of `tensors` are for `label`."""

@@ -12,15 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardsmith.engine.dryrun.stated import routed_as_stated
 from shardsmith.engine.dryrun.tracker import Tracker
 from shardsmith.engine.models import initialise
+from shardsmith.engine.parallel import context
 from shardsmith.engine.parallel.data import Bucket
 from shardsmith.engine.parallel.pipeline import Wire
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.units import Unit
+from shardsmith.layout.routing import StatedRouting
 from shardsmith.specs.model import Weight
 
-LABELS: tuple[tuple[type, str, str], ...] = (
+LABELS: tuple[tuple[Any, str, str], ...] = (
+    (context, "split", "inputs"),
     (Bucket, "_buffer", "buckets"),
     (Bucket, "flush", "buckets"),
     (Bucket, "wait", "buckets"),
@@ -28,22 +32,23 @@ LABELS: tuple[tuple[type, str, str], ...] = (
     (Unit, "wait", "gathered"),
     (Wire, "exchange", "messages"),
 )
-"""Methods of the engine, and what the tensors are for that they make."""
+"""Methods and functions of the engine, and what the tensors are for that they make."""
 
-ASYNCHRONOUS = ("all_gather_async", "reduce_scatter_async", "all_reduce_async")
+ASYNCHRONOUS = ("all_gather_async", "reduce_scatter_async", "all_reduce_async", "exchange_async")
 """Collectives whose work holds what it works on, as those of gloo and NCCL do, until it is dropped."""
 
 Method = Callable[..., Any]
 
 
 @contextmanager
-def watching() -> Iterator[Tracker]:
-    """A tracker, entered, that the engine's methods tell what their tensors are for."""
+def watching(rank: int, stated: StatedRouting | None = None) -> Iterator[Tracker]:
+    """A tracker, entered, that the engine's methods tell what their tensors are for; `rank` routes as `stated`."""
     tracker = Tracker()
     replaced: list[tuple[Any, str, Method]]
     replaced = [(owner, name, _labelling(getattr(owner, name), tracker, label)) for owner, name, label in LABELS]
     replaced += [(Group, name, _holding(getattr(Group, name))) for name in ASYNCHRONOUS]
     replaced += [(initialise, "full_rows", _blank_rows)]
+    replaced += [] if stated is None else routed_as_stated(stated, rank, tracker)
     plain = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
         for owner, name, method in replaced:
@@ -83,8 +88,8 @@ def _labelling(method: Method, tracker: Tracker, label: str) -> Method:
 
 def _holding(method: Method) -> Method:
     @wraps(method)
-    def holding(group: Group, x: Tensor, purpose: str) -> Any:
-        found = method(group, x, purpose)
+    def holding(group: Group, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = method(group, x, *args, **kwargs)
         work, *out = found if isinstance(found, tuple) else (found,)
         held = None if work is None else _Holding(work, (x, *out))
         return (held, *out) if out else held

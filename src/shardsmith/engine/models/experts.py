@@ -6,13 +6,15 @@ Legend: S sequence (this rank's part), B sequences of the microbatch, D hidden, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardsmith.engine.models.activation import swiglu
+from shardsmith.engine.models.feed_forward import MLP
+from shardsmith.engine.models.surroundings import Surroundings
 from shardsmith.engine.runtime.dispatch import ALONE, Dispatch, Placement, combine, make_route
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.grouped import Sorted, Stack, grouped
@@ -20,9 +22,6 @@ from shardsmith.engine.runtime.linear import OPEN, Projection, Seam, WeightQueue
 from shardsmith.engine.runtime.routing import attached
 from shardsmith.layout.axes.expert import capacity
 from shardsmith.specs.model import Experts, ModelSpec
-
-if TYPE_CHECKING:
-    from shardsmith.engine.models.decoder import MLP, Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,8 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor, replayed_NK: Tensor | None = None) -> tuple[Scored, Tensor]:
         """The choices, `replayed` or its own, and what it would have chosen by itself [N, K]."""
-        wide, e = torch.promote_types(x_ND.dtype, torch.float32), self.spec
-        logits = F.linear(x_ND.to(wide), self.weight.to(wide))
+        e = self.spec
+        logits: Tensor = _Logits.apply(x_ND, self.weight)
         scores = logits.softmax(-1) if e.score == "softmax" else logits.sigmoid()
         own = self._choice(scores.detach())
         chosen = own if replayed_NK is None else replayed_NK
@@ -61,7 +60,7 @@ class Router(nn.Module):
         if e.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         shares = scores if e.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        z = logits.logsumexp(-1).square()
+        z = (logits if e.z_loss else logits.detach()).logsumexp(-1).square()
         return Scored(chosen=chosen, weights=weights * e.scale, shares=shares, z=z), own
 
     def _choice(self, scores_NE: Tensor) -> Tensor:
@@ -122,8 +121,11 @@ class MoE(nn.Module):
         dispatch = Dispatch(route)
         pending = dispatch.start(x_ND, self.spec.top_k)
         shared = self._shared(x_SBD, around)
-        rows = self.experts(dispatch.wait(pending), route.rows, around)
-        out: Tensor = combine(rows, weights.to(rows.dtype), route).unflatten(0, shape)
+        received = dispatch.wait(pending)
+        del pending  # rows of many tokens each: none of them is held longer than it is needed
+        left = [self.experts(received, route.rows, around)]
+        del received
+        out: Tensor = combine(left.pop(), weights.to(x_SBD.dtype), route).unflatten(0, shape)
         if part is not None:
             out = _Join.apply(out, part)
         return out if shared is None else out + shared
@@ -223,13 +225,33 @@ def in_room(chosen_SBK: Tensor, experts: int, room: int) -> Tensor:
     return (rank < room).view(sequences, length, k).transpose(0, 1)
 
 
+class _Logits(torch.autograd.Function):
+    """Logits [N, E] in float32 or wider; what is kept for backward is `x` as it came, not its widened copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_ED)
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        return F.linear(x_ND.to(wide), weight_ED.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, grad_NE: Tensor) -> tuple[Tensor, Tensor]:
+        x_ND, weight_ED = ctx.saved_tensors
+        by_x = grad_NE.matmul(weight_ED.to(grad_NE.dtype)).to(x_ND.dtype)
+        by_weight = grad_NE.t().matmul(x_ND.to(grad_NE.dtype)).to(weight_ED.dtype)
+        return by_x, by_weight
+
+
 class _Split(torch.autograd.Function):
-    """This rank's part of what all tensor ranks hold; its gradient is gathered from the parts."""
+    """This rank's part of what all tensor ranks hold; its gradient is gathered from the parts.
+
+    A copy: the router keeps it, and would keep the other parts, too, if it were a view.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return group.part(x).contiguous()
+        return group.part(x).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

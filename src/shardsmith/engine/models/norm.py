@@ -42,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         wide, gain = _widened(grad), _widened(weight)
         unit = _widened(x) * scale
-        by_weight = (wide * unit).view(-1, x.shape[-1])
+        by_weight = (wide * unit).flatten(0, -2)
         # What moves x along itself is taken out: d out / d x projects on what is orthogonal to x.
         along = by_weight.mv(gain).div_(-x.shape[-1]).view(scale.shape)
         grad_x = (wide * gain).addcmul_(unit, along).mul_(scale)

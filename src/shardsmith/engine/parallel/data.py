@@ -59,7 +59,8 @@ class Bucket:
         device = self.parameters[0].device
         shapes = [shape_rows_first(tuple(p.shape), dim) for p, dim in zip(parameters, dims, strict=True)]
         self.packing = Packing(shapes=tuple(shapes), ranks=ranks)
-        self.waiting: set[int] = set()
+        self.waiting: dict[int, int] = {}
+        """How often gradients have yet to come, by position, until the bucket is complete."""
         self.flushed = False
         self._pending: Tensor | None = None
         self._work: tuple[dist.Work | None, Tensor] | None = None
@@ -161,6 +162,7 @@ class DataParallel:
     `owned` maps names to what the optimiser updates: this rank's rows in the optimiser's dtype, which are the
     parameters themselves (or views of their rows) wherever dtypes agree. `offsets` are the first rows of those.
     `dims` names parameters whose rows are not those of dim 0; owned rows have that dim in front.
+    `uses` names those whose gradients come more than once in a backward pass: a bucket is complete with the last.
     At level 3 the parameters come without storage, and `drawn` are this rank's rows of them.
     """
 
@@ -171,9 +173,11 @@ class DataParallel:
         settings: DataSettings,
         drawn: Mapping[str, Tensor],
         dims: Mapping[str, int] | None = None,
+        uses: Mapping[str, int] | None = None,
     ) -> None:
         self.parameters, self.settings = dict(parameters), settings
         self.dims = {name: (dims or {}).get(name, 0) for name in parameters}
+        self.uses = {id(p): (uses or {}).get(name, 1) for name, p in parameters.items()}
         ranks, index = settings.shard.size, settings.shard.index
         if settings.level == 3:
             rows = {name: drawn[name] for name in self.parameters}
@@ -218,7 +222,8 @@ class DataParallel:
         """Let the backward pass to come launch the reductions of buckets as they become complete."""
         self._armed = True
         for bucket in self.buckets:
-            bucket.waiting, bucket.flushed = set(range(len(bucket.parameters))), False
+            bucket.waiting = {at: self.uses[id(p)] for at, p in enumerate(bucket.parameters)}
+            bucket.flushed = False
 
     def finish(self) -> None:
         """Flush every bucket that backward did not (a parameter without gradient counts as zero)."""
@@ -286,8 +291,10 @@ class DataParallel:
             bucket.kept[position].add_(gradient)
             parameter.grad = None
         if self._armed:
-            # A set, not a count: autograd calls again for a gradient that was accumulated by the linear itself.
-            bucket.waiting.discard(position)
+            # Autograd calls once more, at the end, for gradients that were accumulated by the linear itself.
+            left = bucket.waiting.pop(position, 1) - 1
+            if left:
+                bucket.waiting[position] = left
             self._flush()
 
     def _flush(self) -> None:

@@ -15,7 +15,8 @@ from shardsmith.engine.parity.reference import Arrays, Record, run_reference
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.grouped import Kernel, kernel_for
 from shardsmith.engine.runtime.routing import Choices
-from shardsmith.engine.train.step import DTYPES, Trainer
+from shardsmith.engine.train.rank_model import DTYPES
+from shardsmith.engine.train.step import Trainer
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Optimisation
@@ -223,14 +224,21 @@ def _batches(case: Case) -> Batches:
 
 
 def _references(cases: Sequence[Case]) -> list[Record]:
-    return [_reference(case) for case in cases]
+    """One a case; cases that differ in the plan alone share theirs."""
+    found: list[tuple[Case, Record]] = []
+    for case in cases:
+        alone = replace(
+            case, setup=replace(case.setup, plan=Plan(microbatch=1, capacity_factor=case.setup.plan.capacity_factor))
+        )
+        found.append((alone, next((record for other, record in found if other == alone), None) or _reference(alone)))
+    return [record for _, record in found]
 
 
-def _reference(case: Case) -> Record:
-    alone = replace(case, setup=replace(case.setup, plan=Plan(microbatch=1)))
-    batches = [_batches(alone).batch(step, 0) for step in range(case.steps)]
-    model, dtype, factor = case.setup.model, DTYPES[case.setup.workload.dtype], case.setup.plan.capacity_factor
-    return run_reference(model, batches, SGD, seed=case.seed, dtype=dtype, capacity_factor=factor)
+def _reference(alone: Case) -> Record:
+    setup = alone.setup
+    batches = [_batches(alone).batch(step, 0) for step in range(alone.steps)]
+    dtype, factor = DTYPES[setup.workload.dtype], setup.plan.capacity_factor
+    return run_reference(setup.model, batches, SGD, seed=alone.seed, dtype=dtype, capacity_factor=factor)
 
 
 @dataclass(frozen=True, kw_only=True)

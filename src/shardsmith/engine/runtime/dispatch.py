@@ -130,11 +130,29 @@ class Dispatch:
 def combine(rows_TD: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
     """Outputs of the experts, sorted by expert, weighted and summed for each token [N, D]."""
     if route.group is not None:
-        rows_TD = _Combine.apply(_reordered(rows_TD, route.back, route.regroup), route)
+        rows_TD = _reordered(rows_TD, route.back, route.regroup)
+        rows_TD = _Combine.apply(rows_TD, route)
     weights_R = weights_NK.flatten().index_select(0, route.choices)
     tokens = route.choices // weights_NK.shape[1]
-    weighted = rows_TD * weights_R[:, None]
-    return weighted.new_zeros(weights_NK.shape[0], rows_TD.shape[1]).index_add(0, tokens, weighted)
+    out: Tensor = _Weighed.apply(rows_TD, weights_R, tokens, len(weights_NK))
+    return out
+
+
+class _Weighed(torch.autograd.Function):
+    """Rows [R, D] times their weights, summed for each token; torch's own sum of rows would keep the product, too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, tokens_R: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(rows_RD, weights_R, tokens_R)
+        weighted = rows_RD * weights_R[:, None]
+        return weighted.new_zeros(count, rows_RD.shape[1]).index_add_(0, tokens_R, weighted)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows_RD, weights_R, tokens_R = ctx.saved_tensors
+        by_row = grad_ND.index_select(0, tokens_R)
+        by_weight = (by_row * rows_RD).sum(1)
+        return by_row.mul_(weights_R[:, None]), by_weight, None, None
 
 
 class _Start(torch.autograd.Function):

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 
 from shardsmith.engine.runtime.accumulate import add_products, add_stack
 from shardsmith.engine.runtime.linear import WeightQueue
+from shardsmith.layout.axes.expert import takes_grouped
 
 Kernel = Literal["loop", "grouped_mm"]
-_ALIGNED = 16
 
 
 def kernel_for(dtype: torch.dtype, *widths: int) -> Kernel:
     """Which kernel multiplies matrices of `dtype` whose rows have these `widths`."""
-    aligned = all(width * dtype.itemsize % _ALIGNED == 0 for width in widths)
-    return "grouped_mm" if aligned and dtype != torch.float64 else "loop"
+    return "grouped_mm" if takes_grouped(dtype.itemsize, *widths) else "loop"
 
 
 class Stack(nn.Module):
@@ -81,7 +80,8 @@ class _Grouped(torch.autograd.Function):
             grad_x = _product(made[0], weights[0], ctx.rows)
             for g, w in zip(made[1:], weights[1:], strict=True):
                 grad_x += _product(g, w, ctx.rows)
-        compute = _accumulation(x, made, [s.weight for s in ctx.stacks], ctx.rows)
+        # Detached: see `runtime/linear.py`.
+        compute = _accumulation(x.detach(), made, [s.weight for s in ctx.stacks], ctx.rows)
         if ctx.queue is not None and ctx.queue.deferring:
             ctx.queue.pending.append(compute)
         elif any(ctx.needs_input_grad[4:]):

@@ -67,6 +67,7 @@ def make_groups(
     def along(axis: LaneKind, all_ranks: tuple[tuple[int, ...], ...]) -> Group:
         mine: Group | None = None
         for ranks in all_ranks:
+            assert list(ranks) == sorted(ranks), f"torch numbers the ranks of a group upwards, not as {ranks}"
             handle = None
             if len(ranks) > 1:
                 handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))

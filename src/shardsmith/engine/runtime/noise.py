@@ -20,6 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardsmith.layout.dropout import mask_rows
+
 Site = Literal["embedding", "attention", "mlp", "probabilities"]
 SITES: dict[Site, int] = {"embedding": 0, "attention": 1, "mlp": 2, "probabilities": 3}
 WORD = 2**32
@@ -79,8 +81,20 @@ def _dropped(x: Tensor, keys: Tensor, rate: float, columns_D: Tensor | None = No
     if rate == 0.0:
         return x
     columns_D = torch.arange(x.shape[-1], device=x.device) if columns_D is None else columns_D
-    kept = _below(keys[..., None], columns_D) >= round(rate * WORD)
+    kept = _at_least(round(rate * WORD), keys, columns_D)
     return torch.where(kept, x / (1.0 - rate), 0.0)
+
+
+def _at_least(word: int, keys: Tensor, columns_D: Tensor) -> Tensor:
+    """Whether the word of each of the columns under each of `keys` [...] is no less than `word`: bool [..., D]."""
+    if torch.compiler.is_compiling():
+        return _below(keys[..., None], columns_D) >= word
+    # A word has 8 bytes and a mask one: all words at once would be most of what a step holds.
+    found = torch.empty(*keys.shape, len(columns_D), dtype=torch.bool, device=keys.device)
+    rows = mask_rows(len(columns_D))
+    for part, some in zip(found.flatten(0, -2).split(rows), keys.flatten().split(rows), strict=True):
+        torch.ge(_below(some[:, None], columns_D), word, out=part)
+    return found
 
 
 def _below(keys: Tensor, number: Tensor | int) -> Tensor:
@@ -88,6 +102,7 @@ def _below(keys: Tensor, number: Tensor | int) -> Tensor:
     mixed = keys ^ ((number + 1) * STRIDE & LOW)
     # Two rounds of xor-shift and multiplication, in which every bit of the input reaches every bit of the output.
     # The factor has 27 bits, so that no product leaves int64: overflow would be undefined in compiled code.
+    # In place, as these words are wider than what they drop.
     for _ in range(2):
-        mixed = (mixed ^ mixed >> 16) * 0x45D9F3B & LOW
-    return mixed ^ mixed >> 16
+        mixed = mixed.bitwise_xor_(mixed >> 16).mul_(0x45D9F3B).bitwise_and_(LOW)
+    return mixed.bitwise_xor_(mixed >> 16)

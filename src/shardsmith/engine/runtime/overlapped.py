@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardsmith.engine.runtime.group import Group
-from shardsmith.layout.overlap import CHUNKS
+from shardsmith.layout.overlap import parts
 
 Keep = Literal["all", "part"]
 """What a rank keeps of a sum over ranks: all rows, or its part of them."""
@@ -57,13 +56,6 @@ def _when(work: dist.Work | None, result: Tensor, sent: Tensor) -> tuple[Tensor,
         return result
 
     return result, wait
-
-
-def parts(rows: int) -> list[slice]:
-    """The chunks of `rows` rows: at most CHUNKS, as even as can be."""
-    count = min(CHUNKS, rows)
-    edges = [rows * at // count for at in range(count + 1)]
-    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def gathered_products(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardsmith.engine.runtime.block_attention import Seen, attend, attend_backward, merge, wide
 from shardsmith.engine.runtime.group import Arriving, Group
-from shardsmith.engine.runtime.key_blocks import Block, Blocks
+from shardsmith.layout.key_blocks import Block, Blocks
 
 Keep = Callable[[Block, int, Tensor], Tensor]
 """Dropout factors [B, H / U, rows, keys] of a block, against the keys of a rank of the ring, for its queries."""
@@ -92,6 +92,7 @@ class Ring:
         for step in range(1, self.group.size):
             assert arriving is not None, "every step but the last starts the next hop"
             here, source = arriving.wait(), (self.group.index - step) % self.group.size
+            arriving = None  # and with it what was sent
             arriving = self._start(here, "keys_values_forward", step + 1)
             for block in self.blocks[source]:
                 merge(total[:, :, block.rows], lse[:, :, block.rows], *self._attend(q, here, block, source))
@@ -111,10 +112,12 @@ class Ring:
         for step in range(1, self.group.size):
             assert arriving is not None, "every step but the last starts the next hop"
             here, source = arriving.wait(), (self.group.index - step) % self.group.size
+            arriving = None  # and with it what was sent
             arriving = self._start(here, "keys_values_backward", step + 1)
             found = self._backward(saved, here, grad_q, source)
             if travelling is not None:
                 found += travelling.wait()
+                travelling = None
             travelling = self.group.pass_on(found, "keys_values_gradients")
         if travelling is not None:
             own += travelling.wait()
@@ -142,7 +145,16 @@ class Ring:
 
     def _seen(self, block: Block, source: int, q: Tensor) -> Seen:
         keep = None if self.keep is None else self.keep(block, source, q)
-        return Seen(causal=block.kind == "causal", mask=block.mask(q.device), keep=keep)
+        return Seen(causal=block.kind == "causal", mask=mask_of(block, q.device), keep=keep)
+
+
+def mask_of(block: Block, device: torch.device) -> Tensor | None:
+    """True where a query sees a key: bool [B or 1, 1, rows, keys]; None unless the block is masked."""
+    if block.first is None or block.last is None:
+        return None
+    place = torch.arange(block.keys.stop - block.keys.start, device=device)
+    first, last = (torch.from_numpy(x).to(device)[:, None, :, None] for x in (block.first, block.last))
+    return (place >= first) & (place < last)
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from shardsmith.engine.runtime import ring_attention
 from shardsmith.engine.runtime.block_attention import wide
 from shardsmith.engine.runtime.group import Group
-from shardsmith.engine.runtime.key_blocks import Block, Blocks, key_blocks
 from shardsmith.engine.runtime.noise import Noise
 from shardsmith.engine.runtime.recorder import Recorder
 from shardsmith.engine.runtime.ring_attention import Exchange, Ring
 from shardsmith.layout.axes.context import places
+from shardsmith.layout.key_blocks import Block, Blocks, key_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,14 @@ class Head(nn.Module):
 
 
 def chunked_loss_sum(
-    x_SBD: Tensor, head: Any, labels_SB: Tensor, *, seam: Seam, queue: WeightQueue, chunk: int
+    x_SBD: Tensor, head: Any, labels_SB: Tensor, *, seam: Seam, queue: WeightQueue, chunk: int, stays: bool
 ) -> Tensor:
-    """Sum of the cross-entropies of all tokens, `chunk` tokens at a time; see `vocabulary.token_losses`."""
-    out: Tensor = _Chunked.apply(x_SBD, head.weight, head, labels_SB.flatten(), seam, queue, chunk)
+    """Sum of the cross-entropies of all tokens, `chunk` tokens at a time; see `vocabulary.token_losses`.
+
+    A split backward puts the weight gradient off only where the head `stays` whole: to make the logits once more it
+    would have to be gathered once more.
+    """
+    out: Tensor = _Chunked.apply(x_SBD, head.weight, head, labels_SB.flatten(), seam, queue, chunk, stays)
     return out
 
 
@@ -47,6 +51,7 @@ class _Chunked(torch.autograd.Function):
         seam: Seam,
         queue: WeightQueue,
         chunk: int,
+        stays: bool,
     ) -> Tensor:
         full = _rows(entered(x, seam, "forward"))
         group = seam.group if head.split else None
@@ -63,13 +68,13 @@ class _Chunked(torch.autograd.Function):
                 group.all_reduce(target, "loss_sums")
             total += torch.where(labels[part] != IGNORED, logs[part] - target, torch.zeros_like(target)).sum()
         ctx.save_for_backward(x, weight, labels, logs)
-        ctx.head, ctx.seam, ctx.queue, ctx.chunk = head, seam, queue, chunk
+        ctx.head, ctx.seam, ctx.queue, ctx.chunk, ctx.stays = head, seam, queue, chunk, stays
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, logs = ctx.saved_tensors
-        deferring = ctx.queue.deferring
+        deferring = ctx.queue.deferring and ctx.stays
         full = _rows(entered(x, ctx.seam, "backward"))
         grad_full = torch.empty_like(full)
         grad_w = None if deferring else torch.zeros_like(weight)
@@ -93,7 +98,7 @@ class _Chunked(torch.autograd.Function):
         if deferring:
             ctx.queue.pending.append(_deferred(ctx.head.weight, x.detach(), ctx.seam, each))
         grad_x = entered_backward(grad_full.view(-1, *x.shape[1:]), ctx.seam)
-        return grad_x, grad_w, None, None, None, None, None
+        return grad_x, grad_w, None, None, None, None, None, None
 
 
 def _deferred(

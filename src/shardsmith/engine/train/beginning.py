@@ -1,7 +1,7 @@
 """Where a run begins: at a checkpoint, with given weights, or from its seed; decided before a rank starts.
 
 The process that starts the ranks decides once, so that what is wrong with the input is known at once; rank 0
-decides again for all, since what stands in a folder is only what it sees there.
+decides again for all, since what stands in a folder is only what it sees there. Needs no torch before it opens weights.
 """
 
 from __future__ import annotations
@@ -12,10 +12,17 @@ from typing import Any
 
 from shardsmith.engine.checkpoint import store
 from shardsmith.engine.checkpoint.companions import GENERATION_FILE
-from shardsmith.engine.checkpoint.formats import format_of, open_weights
-from shardsmith.engine.checkpoint.record import Record, data_faults, model_faults, plain, read_record, start_faults
-from shardsmith.engine.checkpoint.run_folder import MODEL_FILE, RUN_FILE, WEIGHTS_FILE
-from shardsmith.engine.checkpoint.state import missing_part, optimizer_faults
+from shardsmith.engine.checkpoint.formats import MODEL_FILE, RUN_FILE, WEIGHTS_FILE, format_of
+from shardsmith.engine.checkpoint.record import (
+    Record,
+    data_faults,
+    missing_part,
+    model_faults,
+    optimizer_faults,
+    plain,
+    read_record,
+    start_faults,
+)
 from shardsmith.engine.dataset.samples import Source as Samples
 from shardsmith.errors import Code, Fault, raise_errors
 from shardsmith.plan.setup import Job
@@ -82,6 +89,8 @@ def init_faults(job: Job) -> list[Fault]:
     folder = Path(job.run.init)
     hints = {"hugging_face": f'[model] hf = "{folder}"', "run": f'[model] preset = "{folder / MODEL_FILE}"'}
     hint = hints.get(format_of(folder, "run.init"), "")
+    from shardsmith.engine.checkpoint.open import open_weights  # brings torch
+
     return start_faults(open_weights(folder, "run.init").model, job.setup.model, str(folder), hint)
 
 

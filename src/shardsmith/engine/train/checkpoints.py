@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardsmith.engine.checkpoint import store
 from shardsmith.engine.checkpoint.blocks import Block, read_blocks, whole_block, write_blocks
-from shardsmith.engine.checkpoint.formats import open_weights
+from shardsmith.engine.checkpoint.open import open_weights
 from shardsmith.engine.checkpoint.record import Record, plain, read_record
 from shardsmith.engine.checkpoint.state import (
     generator_blocks,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardsmith.engine.checkpoint.companions import GENERATION_FILE, TOKENIZER_FILE, carry
-from shardsmith.engine.checkpoint.run_folder import RUN_FILE
+from shardsmith.engine.checkpoint.formats import RUN_FILE
 from shardsmith.engine.dataset.indexed import Meta, read_meta
 from shardsmith.engine.dataset.tokenizer import fingerprint
 from shardsmith.plan.file import dumps

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardsmith.engine.checkpoint.formats import open_weights
+from shardsmith.engine.checkpoint.open import open_weights
 from shardsmith.engine.models.decoder import Stage
 from shardsmith.engine.models.whole import whole_model
 from shardsmith.engine.parallel.expert import biases

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
+from typing import TYPE_CHECKING
 
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind
@@ -23,6 +24,9 @@ from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage
 from shardsmith.specs.model import ModelSpec
 from shardsmith.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from shardsmith.layout.key_blocks import Blocks
 
 ULYSSES = Code(
     code="C201",
@@ -103,6 +107,18 @@ def ring_buffer_bytes(setup: Setup) -> int:
         return 0
     size, work = key_value_bytes(setup), setup.workload
     return 2 * size + 4 * size * _wide(setup) // DTYPE_BYTES[work.dtype]
+
+
+def ring_blocks(setup: Setup, index: int) -> list[Blocks]:
+    """What context rank `index` computes against the keys of each rank of the ring, where nothing is packed.
+
+    Rows are those that it holds once heads are exchanged for sequence.
+    """
+    from shardsmith.layout.key_blocks import key_blocks  # brings numpy, which a refusal need not wait for
+
+    ranks, length, window = ring(setup.plan), setup.workload.seq_len, setup.model.window
+    held = [places(length, ranks, at) for at in range(ranks)]
+    return key_blocks(held, index // setup.plan.ulysses, None, None if window is None or window >= length else window)
 
 
 def context_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:

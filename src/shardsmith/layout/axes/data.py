@@ -12,7 +12,7 @@ from math import prod
 
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.facts import CollectiveCount, CommKind
-from shardsmith.plan.mesh import Coord
+from shardsmith.plan.mesh import Coord, mesh_of
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
@@ -78,8 +78,8 @@ def shard_ranks(plan: Plan) -> int:
 
 
 def shard_index(plan: Plan, coord: Coord) -> int:
-    """Which of the `shard_ranks` parts the rank at `coord` keeps."""
-    return coord.shard * plan.context + coord.context if plan.zero else 0
+    """Which of the `shard_ranks` parts the rank at `coord` keeps: its position among them, by `order`."""
+    return mesh_of(plan).place(coord, "shard", "context") if plan.zero else 0
 
 
 @dataclass(frozen=True, kw_only=True)

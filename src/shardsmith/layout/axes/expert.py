@@ -98,7 +98,12 @@ def capacity(experts: Experts, factor: float | None, seq_len: int) -> int | None
     if factor is None:
         return None
     fair = factor * seq_len * experts.top_k / experts.count
-    return min(seq_len, max(1, ceil(fair)))
+    return max(1, ceil(min(fair, seq_len)))
+
+
+def takes_grouped(bytes_per_element: int, *widths: int) -> bool:
+    """Whether torch's grouped product takes matrices of these widths: no float64, rows in multiples of 16 bytes."""
+    return bytes_per_element < DTYPE_BYTES["float64"] and all(w * bytes_per_element % 16 == 0 for w in widths)
 
 
 def local_tokens(setup: Setup) -> int:
@@ -118,43 +123,45 @@ def dispatched_rows(setup: Setup) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedActivations:
-    """Elements that the routed experts of one layer and microbatch keep for backward on one rank, balanced routing.
+    """Elements that the routed experts of one layer and microbatch keep for backward on one rank.
 
-    `received` are the rows at the experts, `inner` gate, up and their product of this rank's part, `combined` the
-    outputs at the tokens' owner, which the gradient of the routing weights needs, `router` logits and scores.
+    `received` are the rows at the experts, `inner` each of gate, up and their product of this rank's part, `combined`
+    the outputs at the tokens' owner, which the gradient of the routing weights needs, `scores` those of the router (in
+    float32 or wider; logits, too, where there is a z-loss). Not counted are indices and choices.
     """
 
     received: int
     inner: int
     combined: int
-    router: int
+    scores: int
 
     @property
     def total(self) -> int:
         """All elements."""
-        return self.received + self.inner + self.combined + self.router
+        return self.received + 3 * self.inner + self.combined + self.scores
 
 
-def routed_activations(setup: Setup) -> RoutedActivations:
-    """What the experts of one layer keep for one microbatch; rows at the experts follow the mean load.
+def routed_activations(setup: Setup, *, sent: int | None = None, received: int | None = None) -> RoutedActivations:
+    """What the experts of one layer keep for one microbatch; see `RoutedActivations`.
 
-    `received` is dispatched_rows, as each rank gets on average what it sends; see `RoutedActivations`.
+    Unless rows `sent` and `received` are stated, a rank gets as many as it sends, and none is dropped.
     """
     experts = setup.model.experts
     assert experts is not None, "only for models with experts"
-    rows = dispatched_rows(setup)
-    inner = rows * experts.ffn // setup.plan.expert_tensor
+    sent = dispatched_rows(setup) if sent is None else sent
+    received = sent if received is None else received
     return RoutedActivations(
-        received=rows * setup.model.hidden,
-        inner=3 * inner,
-        combined=rows * setup.model.hidden,
-        router=2 * local_tokens(setup) * experts.count,
+        received=received * setup.model.hidden,
+        inner=received * (experts.ffn // setup.plan.expert_tensor),
+        combined=sent * setup.model.hidden,
+        scores=(1 + (experts.z_loss > 0)) * local_tokens(setup) * experts.count,
     )
 
 
-def expert_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
+def expert_collectives(setup: Setup, stage: Stage, rows: int | None = None) -> list[CollectiveCount]:
     """The calls for the routed experts of one stage in one step, without gradients and weights.
 
+    A rank sends `rows` in a dispatch (`dispatched_rows` unless stated).
     A dispatch and a combine forward, the reverse of both backward, and both again where the layer is recomputed.
     Ahead of a dispatch go the counts of rows. Where a sequence lies on several ranks, the tokens of each expert
     are counted over all of it for the auxiliary loss, and choices gathered for a capacity.
@@ -180,7 +187,8 @@ def expert_collectives(setup: Setup, stage: Stage) -> list[CollectiveCount]:
             size = sequences * setup.workload.seq_len * (model.experts.top_k + 1) * COUNT_BYTES
             calls("all_gather", "sequence_choices", 1 + again, size)
     if plan.expert * plan.expert_tensor > 1:
-        size = dispatched_rows(setup) * model.hidden * DTYPE_BYTES[setup.workload.dtype]
+        rows = dispatched_rows(setup) if rows is None else rows
+        size = rows * model.hidden * DTYPE_BYTES[setup.workload.dtype]
         calls("all_to_all", "expert_rows", 1 + again, model.experts.count * plan.expert_tensor * COUNT_BYTES)
         for purpose in ("dispatch", "combine"):
             calls("all_to_all", f"{purpose}_forward", 1 + again, size)

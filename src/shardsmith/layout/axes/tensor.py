@@ -187,13 +187,13 @@ class LayerCall:
 def _made_again(setup: Setup, call: LayerCall, cuts: int) -> int:
     """Pieces of a call, which is cut into `cuts`, that a recomputed layer makes once more.
 
-    With chunks the closing sum is made inside the product that it closes, which is made again. Of two halves the
-    first one's closing sum lies ahead of the second one's last product.
+    With chunks the closing sum is made inside the product that it closes, which is made again, and with dropout ahead
+    of a mask that is. Of two halves the first one's closing sum lies ahead of the second one's last product.
     """
     if call.recomputed:
         return cuts
     closing = call.phase == "forward"
-    if closing and "chunks" in setup.plan.overlap:
+    if closing and ("chunks" in setup.plan.overlap or setup.model.dropout):
         return cuts
     return int(closing and "half_microbatches" in setup.plan.overlap)
 
@@ -255,7 +255,12 @@ def _latent_enter(model: ModelSpec, sp: bool) -> list[LayerCall]:
 
 
 def split_backwards(setup: Setup, stage: Stage) -> int:
-    """How many microbatches go backward through `stage` in two halves."""
+    """How many microbatches' logits are made again for the head's gradient alone, which a split backward puts off.
+
+    None where ZeRO shards weights: the head's gradient is then made while the head is whole.
+    """
+    if setup.plan.zero == 3:
+        return 0
     order = orders.build(
         setup.plan.schedule,
         pipeline=setup.plan.pipeline,

@@ -16,8 +16,6 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
 Kind = Literal["full", "causal", "masked"]
@@ -39,14 +37,6 @@ class Block:
     kind: Kind
     first: Ints | None = None
     last: Ints | None = None
-
-    def mask(self, device: torch.device) -> Tensor | None:
-        """True where a query sees a key: bool [B or 1, 1, rows, keys]; None unless the block is masked."""
-        if self.first is None or self.last is None:
-            return None
-        place = torch.arange(self.keys.stop - self.keys.start, device=device)
-        first, last = (torch.from_numpy(x).to(device)[:, None, :, None] for x in (self.first, self.last))
-        return (place >= first) & (place < last)
 
 
 Blocks = tuple[Block, ...]

@@ -238,7 +238,7 @@ def search(
     global_batch: int,
     seq_len: int,
     nodes: int | None = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype | Literal["float8"] = "bfloat16",
     top: int = 5,
     fix: Sequence[str] = (),
     memory_gib: float | None = None,
@@ -249,17 +249,21 @@ def search(
     goal: Literal["fewest", "cheapest"] = "fewest",
     mtbf_hours: float | None = None,
     checkpoint_minutes: float | None = None,
+    pareto: Sequence[int] = (),
 ) -> SearchResult:
     """The best plans to train a model on a cluster, best first, with why; needs no torch.
 
-    `fix` holds plan fields to one value (`tensor=8`); the fullest expert rank receives `imbalance` times the mean.
-    With `days` and `tokens` the answer is for the `fewest` nodes, of at most `nodes`, that train in time, or the
-    `cheapest` in device hours. Raises `Refused` for bad input, and where no layout is legal (L101), none fits (L102)
-    or none is fast enough (L103), with what would help.
+    In `float8` run the matrix products of layers, cast from bfloat16. `fix` holds plan fields to one value
+    (`tensor=8`); the fullest expert rank receives `imbalance` times the mean. With `days` and `tokens` the answer is
+    for the `fewest` nodes, of at most `nodes`, that train in time, or the `cheapest` in device hours. `pareto` names
+    numbers of nodes: the answer's `pareto` then holds the plans on them that no other beats in time, memory and
+    devices. Raises `Refused` for bad input, and where no layout is legal (L101), none fits (L102) or none is fast
+    enough (L103), with what would help.
     """
     from shardsmith.design.cost.subject import DEFAULT_TARGET
     from shardsmith.design.planner.goodput import Failures
     from shardsmith.design.planner.search import Question, fixed_fields, search
+    from shardsmith.design.targets import FLOAT8
     from shardsmith.specs.job import Workload
     from shardsmith.specs.library import cluster_named, model_named
 
@@ -268,12 +272,15 @@ def search(
     return search(
         Question(
             model=model_named(model) if isinstance(model, str) else model,
-            workload=Workload(seq_len=seq_len, global_batch=global_batch, dtype=dtype),
+            workload=Workload(
+                seq_len=seq_len, global_batch=global_batch, dtype="bfloat16" if dtype == "float8" else dtype
+            ),
             cluster=spec if nodes is None else spec.with_nodes(nodes),
-            target=target or DEFAULT_TARGET,
+            target=(target or DEFAULT_TARGET) + (FLOAT8 if dtype == "float8" else ""),
             imbalance=imbalance,
             fixed=fixed_fields(fix),
             count=top,
+            fronts=tuple(pareto),
             memory_gib=memory_gib,
             tokens=tokens,
             goal_days=days,

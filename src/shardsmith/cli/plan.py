@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardsmith.design.planner.result import Choice, SearchResult
 
 MOST_NEIGHBOURS = 24
+DTYPES = (*get_args(Dtype), "float8")
 
 
 @click.command("plan")
@@ -28,7 +29,12 @@ MOST_NEIGHBOURS = 24
 @click.option("--nodes", type=int, help="Nodes of the cluster (with --days: at most so many).")
 @click.option("--global-batch", type=int, help="Sequences of a step.")
 @click.option("--seq-len", type=int, help="Tokens of a sequence.")
-@click.option("--dtype", type=click.Choice(get_args(Dtype)), default="bfloat16", help="Dtype of the computation.")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="bfloat16",
+    help="Dtype (float8: of products only).",
+)
 @click.option("--top", type=int, default=5, help="Combinations of degrees to rank.")
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help="Hold a plan field to one value (repeatable).")
 @click.option("--memory-gib", type=float, help="What a rank may hold (default: all of the device).")
@@ -39,6 +45,13 @@ MOST_NEIGHBOURS = 24
 @click.option("--goal", type=click.Choice(["fewest", "cheapest"]), default="fewest", help="What --days minimises.")
 @click.option("--mtbf-hours", type=float, help="Hours between failures of one device (default: 50000).")
 @click.option("--checkpoint-minutes", type=float, help="Minutes between checkpoints (default: those that lose least).")
+@click.option(
+    "--pareto",
+    type=int,
+    multiple=True,
+    metavar="NODES",
+    help="List plans on so many nodes that none beats in time, memory and devices (repeatable).",
+)
 @click.option("--explain", is_flag=True, help="Print what every change by one step would cost.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the best plan as a plan file.")
@@ -66,6 +79,7 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
         goal=options["goal"],
         mtbf_hours=options["mtbf_hours"],
         checkpoint_minutes=options["checkpoint_minutes"],
+        pareto=options["pareto"],
     )
     data, files = found.as_json(), {}
     if html:
@@ -80,10 +94,10 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
         out.write_text(dumps(found.best.setup), encoding="utf-8")
         files["plan"] = str(out)
     written = (f"written: {path}" for path in files.values())
-    return Answer(data=data | {"files": files}, show=(*_show(found, explain), *written))
+    return Answer(data=data | {"files": files}, show=(*_show(found, explain, bool(options["pareto"])), *written))
 
 
-def _show(found: SearchResult, explain: bool) -> tuple[RenderableType, ...]:
+def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableType, ...]:
     best = found.best
     s = best.setup
     parts: list[RenderableType] = [
@@ -104,9 +118,12 @@ def _show(found: SearchResult, explain: bool) -> tuple[RenderableType, ...]:
         parts.append(f"safest within the intervals: {found.robust.setup.plan}")
     parts.append("rules of thumb:\n" + "\n".join(f"- {note.rule}. {note.text}" for note in best.rules))
     if explain:
-        parts += [_neighbours(best), _front(found)]
+        parts.append(_neighbours(best))
+    if explain or wide:
+        parts.append(_front(found))
     parts.append("assumed:\n" + "\n".join(f"- {line}" for line in found.assumptions))
-    parts.append(f"{found.searched:,} plans priced, {found.dismissed:,} ruled out by bounds, in {found.seconds:.2f} s")
+    counts = f"{found.searched:,} plans decided one by one, {found.dismissed:,} in parts that bounds ruled out"
+    parts.append(f"{counts}, in {found.seconds:.2f} s")
     return tuple(parts)
 
 
@@ -157,10 +174,11 @@ def _neighbours(choice: Choice) -> Table:
 
 
 def _front(found: SearchResult) -> Table:
-    table = Table(title="less memory for more time", title_justify="left")
-    for column in ("step", "fullest rank", "plan"):
+    table = Table(title="no plan beats these in time, memory and devices", title_justify="left")
+    for column in ("nodes", "step", "fullest rank", "plan"):
         table.add_column(column, justify="left", no_wrap=column != "plan")
     for choice in found.pareto:
         e = choice.estimate
-        table.add_row(format_seconds(e.step_time_s), f"{e.peak / GIB:.1f} GiB", str(choice.setup.plan))
+        nodes, plan = str(choice.setup.cluster.nodes), str(choice.setup.plan)
+        table.add_row(nodes, format_seconds(e.step_time_s), f"{e.peak / GIB:.1f} GiB", plan)
     return table

@@ -14,7 +14,7 @@ from shardsmith.plan.mesh import Coord, expert_coord, expert_sizes, mesh_of
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage, stages
-from shardsmith.specs.model import ModelSpec, Weight, weights
+from shardsmith.specs.model import ModelSpec, Role, Weight, weights
 
 TIED = "embedding.weight"
 """The tensor that a tied model uses at both ends."""
@@ -110,26 +110,55 @@ def stage_shards(setup: Setup, stage: Stage, coord: Coord) -> tuple[Held, ...]:
 
 def stage_states(setup: Setup) -> tuple[StageStates, ...]:
     """Bytes of weights, gradients and AdamW state of each stage, on its fullest rank (the first)."""
-    found = []
-    for stage in stages(setup.plan, setup.model):
-        coord = Coord(pipeline=stage.rank, replicate=0, shard=0, context=0, tensor=0)
-        here = _states(setup, stage_shards(setup, stage, coord), coord, moments=2)
-        found.append(StageStates(stage=stage.index, pipeline_rank=stage.rank, states=here))
+    found, known = [], dict[tuple[int, int, bool, bool], States]()
+    every = stages(setup.plan, setup.model)
+    sizes, tied = dict[Kind, tuple[int, int]](), has_tied_copies(setup, every)
+    for stage in every:
+        # Layers of a kind have the same shapes, so stages with as many of each hold the same bytes.
+        sparse = sum(setup.model.is_sparse(layer) for layer in stage.layers)
+        kind = (len(stage.layers), sparse, stage.embedding, stage.head)
+        if kind not in known:
+            known[kind] = _first_states(setup, stage, sizes, tied=tied)
+        found.append(StageStates(stage=stage.index, pipeline_rank=stage.rank, states=known[kind]))
     return tuple(found)
+
+
+Kind = tuple[Role, tuple[int, ...], bool]
+"""Role, shape and bias of a tensor: what decides which part of it a rank holds."""
+
+
+def _first_states(setup: Setup, stage: Stage, sizes: dict[Kind, tuple[int, int]], *, tied: bool) -> States:
+    """States of `stage` on its first rank; `sizes` keeps what is held, before and after ZeRO, of a kind of tensor."""
+    coord = Coord(pipeline=stage.rank, replicate=0, shard=0, context=0, tensor=0)
+    held = {True: (0, 0), False: (0, 0)}
+    for weight in stage_weights(setup, stage):
+        kind = (weight.role, weight.shape, weight.bias)
+        if kind not in sizes:
+            local = shard(weight, setup.plan, setup.model, coord)
+            sizes[kind] = (local.numel, data_shard(local, setup.plan, coord).numel)
+        streams = not (tied and weight.name == TIED)
+        held[streams] = (held[streams][0] + sizes[kind][0], held[streams][1] + sizes[kind][1])
+    total = States(weights=0, gradients=0, optimizer=0)
+    for streams, (whole, kept) in held.items():
+        total += states(setup, whole, 2, kept, streams=streams)
+    return total
 
 
 def rank_states(setup: Setup, rank: int, *, moments: int = 2) -> States:
     """Bytes that global `rank` keeps between steps, exactly; `moments` as in `states` (AdamW: 2)."""
-    return _states(setup, local_shards(setup, rank), mesh_of(setup.plan).coord(rank), moments)
+    tied = has_tied_copies(setup, stages(setup.plan, setup.model))
+    return _states(setup, local_shards(setup, rank), mesh_of(setup.plan).coord(rank), moments, tied=tied)
 
 
-def _states(setup: Setup, held: Sequence[Held], coord: Coord, moments: int) -> States:
-    """States of tensors on one rank; a tensor that two stages of the rank share stands there once."""
-    tied = {TIED} if has_tied_copies(setup, stages(setup.plan, setup.model)) else set()
+def _states(setup: Setup, held: Sequence[Held], coord: Coord, moments: int, *, tied: bool) -> States:
+    """States of tensors on one rank; a tensor that two stages of the rank share stands there once.
+
+    `tied` says that the embedding stands on two stages, and that its gradient waits for both.
+    """
     by_name = {h.weight.name: h.shard for h in held}
     total = States(weights=0, gradients=0, optimizer=0)
     for streams in (True, False):
-        found = [shard for name, shard in by_name.items() if (name in tied) is not streams]
+        found = [shard for name, shard in by_name.items() if (tied and name == TIED) is not streams]
         kept = sum(data_shard(shard, setup.plan, coord).numel for shard in found)
         total += states(setup, sum(shard.numel for shard in found), moments, kept, streams=streams)
     return total

@@ -16,6 +16,15 @@ Array = NDArray[np.float64]
 """Float64, one entry a case; link figures have one leading dim, the level."""
 
 
+class Columns:
+    """A dataclass whose fields are arrays with one entry a case."""
+
+    def select(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Self:
+        """The cases that `which` (a mask or indices) names, in its order."""
+        names = [f.name for f in fields(self)]  # type: ignore[arg-type]
+        return type(self)(**{name: getattr(self, name)[which] for name in names})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """`n` cases to be costed: model, workload, device, links, layout, and the declared behaviour of the software.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,13 +11,12 @@ import numpy as np
 from shardsmith.design.cost.batch import Array
 from shardsmith.design.cost.held import Held, Share, held
 from shardsmith.design.cost.interval import interval
-from shardsmith.design.cost.layouts import Layouts, batch_of, layouts_of
+from shardsmith.design.cost.layouts import batch_of, layouts_of
 from shardsmith.design.cost.step import step
 from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject, subject_of
-from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
-from shardsmith.plan.stages import stages
+from shardsmith.plan.stages import Stage, stages
 from shardsmith.specs.flops import mfu, model_flops
 from shardsmith.units import GIB
 
@@ -81,58 +80,79 @@ def estimate(
 
 def estimate_plan(s: Subject, setup: Setup) -> Estimate:
     """`estimate` with the subject at hand; model, workload and cluster of `setup` are the subject's."""
-    kinds = precision(setup.plan, setup.workload)
-    p = layouts_of([setup.plan], setup.model, setup.workload)
-    b = batch_of(s, p, kinds)
-    parts = step(b, s.constants)
+    return estimate_plans(s, [setup])[0]
+
+
+def estimate_plans(s: Subject, setups: Sequence[Setup]) -> tuple[Estimate, ...]:
+    """`estimate_plan` of several plans at once, which states in the same dtypes."""
+    first = setups[0]
+    kinds = precision(first.plan, first.workload)
+    b = batch_of(s, layouts_of([setup.plan for setup in setups], s.model, s.workload), kinds)
+    parts, memory = step(b, s.constants), _memory(s, setups)
     low, high = interval(b, s.constants, parts.total)
-    seconds = float(parts.total[0])
-    tokens = setup.workload.global_batch * setup.workload.seq_len
-    flops = model_flops(s.model, seq_len=setup.workload.seq_len, tokens=tokens).total / seconds / setup.plan.world
-    used = mfu(flops, s.cluster.device.peak(setup.workload.dtype))
-    assert used is not None, "a device without a peak has been refused"
-    return Estimate(
-        step_time_s=seconds,
-        interval_s=(float(low[0]), float(high[0])),
-        breakdown={f.name: float(getattr(parts, f.name)[0]) for f in fields(parts) if f.name != "total"},
-        memory=rank_memory(s, setup),
-        tokens_per_s_per_gpu=tokens / seconds / setup.plan.world,
-        tflops_per_gpu=flops / 1e12,
-        mfu=used,
-    )
+    tokens = s.workload.global_batch * s.workload.seq_len
+    flops = model_flops(s.model, seq_len=s.workload.seq_len, tokens=tokens).total
+    found = []
+    for at, setup in enumerate(setups):
+        seconds = float(parts.total[at])
+        achieved = flops / seconds / setup.plan.world
+        used = mfu(achieved, s.peak)
+        assert used is not None, "a device without a peak has been refused"
+        named = {f.name: getattr(parts, f.name) for f in fields(parts) if f.name != "total"}
+        one = Estimate(
+            step_time_s=seconds,
+            interval_s=(float(low[at]), float(high[at])),
+            breakdown={name: float(part[at]) for name, part in named.items()},
+            memory=memory[at],
+            tokens_per_s_per_gpu=tokens / seconds / setup.plan.world,
+            tflops_per_gpu=achieved / 1e12,
+            mfu=used,
+        )
+        found.append(one)
+    return tuple(found)
 
 
 def rank_memory(s: Subject, setup: Setup) -> tuple[RankMemory, ...]:
     """Peak memory of every pipeline rank of a plan, from the layers that really stand on it."""
-    kinds, plan = precision(setup.plan, setup.workload), setup.plan
-    where = stages(plan, setup.model)
-    ranks = range(plan.pipeline)
-    own = [[stage for stage in where if stage.rank == rank] for rank in ranks]
-    sparse = [sum(setup.model.is_sparse(layer) for stage in mine for layer in stage.layers) for mine in own]
-    layers = [sum(len(stage.layers) for stage in mine) for mine in own]
+    return _memory(s, [setup])[0]
+
+
+def _memory(s: Subject, setups: Sequence[Setup]) -> list[tuple[RankMemory, ...]]:
+    """`rank_memory` of several plans, all ranks of all plans in one go."""
+    own = [_own_stages(setup) for setup in setups]
+    every = [stages for ranks in own for stages in ranks]
+    sparse = [sum(s.model.is_sparse(layer) for stage in mine for layer in stage.layers) for mine in every]
+    layers = [sum(len(stage.layers) for stage in mine) for mine in every]
     share = Share(
         dense=_array(count - there for count, there in zip(layers, sparse, strict=True)),
         sparse=_array(sparse),
-        embedding=_array(any(stage.embedding for stage in mine) for mine in own),
-        head=_array(any(stage.head for stage in mine) for mine in own),
-        rank=_array(ranks),
+        embedding=_array(any(stage.embedding for stage in mine) for mine in every),
+        head=_array(any(stage.head for stage in mine) for mine in every),
+        rank=_array(rank for ranks in own for rank in range(len(ranks))),
     )
-    p = _repeated(plan, setup, len(own))
-    found = held(s, p, batch_of(s, p, kinds), kinds, share)
-    names = [f.name for f in fields(Held)]
-    return tuple(
-        RankMemory(
-            pipeline_rank=rank,
-            stages=tuple(stage.index for stage in own[rank]),
-            items={name: float(getattr(found, name)[rank]) for name in names},
-        )
-        for rank in ranks
-    )
+    kinds = precision(setups[0].plan, setups[0].workload)
+    row = np.repeat(np.arange(len(setups)), [len(ranks) for ranks in own])
+    p = layouts_of([setup.plan for setup in setups], s.model, s.workload).select(row)
+    sizes = held(s, p, batch_of(s, p, kinds), kinds, share)
+    columns = {f.name: getattr(sizes, f.name).tolist() for f in fields(Held)}
+    found, at = [], 0
+    for ranks in own:
+        memory = []
+        for rank, mine in enumerate(ranks):
+            items = {name: column[at] for name, column in columns.items()}
+            memory.append(RankMemory(pipeline_rank=rank, stages=tuple(stage.index for stage in mine), items=items))
+            at += 1
+        found.append(tuple(memory))
+    return found
+
+
+def _own_stages(setup: Setup) -> list[list[Stage]]:
+    """The stages of every pipeline rank."""
+    found: list[list[Stage]] = [[] for _ in range(setup.plan.pipeline)]
+    for stage in stages(setup.plan, setup.model):
+        found[stage.rank].append(stage)
+    return found
 
 
 def _array(values: Any) -> Array:
     return np.array([float(value) for value in values])
-
-
-def _repeated(plan: Plan, setup: Setup, count: int) -> Layouts:
-    return layouts_of([plan], setup.model, setup.workload).select(np.zeros(count, dtype=np.intp))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardsmith.design.cost.batch import Array, Batch
+from shardsmith.design.cost.batch import Array, Batch, Columns
 from shardsmith.design.cost.collectives import Group, one_way
 from shardsmith.design.cost.kernels import (
     CAST_BYTES_BACKWARD,
@@ -30,14 +30,13 @@ BIAS_LAUNCHES, CAST_LAUNCHES = 3.0, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
-    """Seconds of the routed experts of one layer and microbatch on one rank."""
+class Experts(Columns):
+    """Seconds of the routed experts of one layer and microbatch on one rank, without communication."""
 
     gemm_forward: Array
     gemm_backward: Array
     elementwise_forward: Array
     elementwise_backward: Array
-    exchange: Array
 
 
 def expert_weights(b: Batch) -> Array:
@@ -49,7 +48,7 @@ def experts(b: Batch, c: Constants) -> Experts:
     """The expert rank that receives most, which all others wait for: `imbalance` times tokens x top_k of a rank.
 
     It has experts / expert-degree experts, which share its rows evenly. Each of the `expert_tensor` ranks of an expert
-    sees the tokens of all of them and has its part of the width; `exchange` is one dispatch or one combine.
+    sees the tokens of all of them and has its part of the width.
     """
     if not b.moe_layers.any():
         none = np.zeros(len(b))
@@ -58,9 +57,8 @@ def experts(b: Batch, c: Constants) -> Experts:
             gemm_backward=none,
             elementwise_forward=none,
             elementwise_backward=none,
-            exchange=none,
         )
-    routed = b.tokens * b.top_k * b.expert_tensor / b.tensor
+    routed = routed_tokens(b)
     local = np.maximum(b.experts / b.expert, 1e-9)
     received = routed * b.imbalance
     each, part = np.maximum(received / local, 1.0), np.maximum(b.expert_ffn / b.expert_tensor, 1.0)
@@ -98,8 +96,12 @@ def experts(b: Batch, c: Constants) -> Experts:
             + BIAS_BACKWARD * bias,
             0.0,
         ),
-        exchange=np.where(here, exchange(b, c, received), 0.0),
     )
+
+
+def routed_tokens(b: Batch) -> Array:
+    """Pairs of token and expert that one rank computes, those of its expert's other ranks included."""
+    return b.tokens * b.top_k * b.expert_tensor / b.tensor
 
 
 def expert_calls(b: Batch) -> Array:
@@ -110,11 +112,15 @@ def expert_calls(b: Batch) -> Array:
     return np.asarray(b.expert_launches + local * each, dtype=np.float64)
 
 
-def exchange(b: Batch, c: Constants, routed: Array) -> Array:
-    """Seconds of one all-to-all of routed tokens over the expert group, and their gather over an expert's ranks.
+def exchange(b: Batch, c: Constants) -> Array:
+    """Seconds of one dispatch or one combine: an all-to-all of routed tokens over the expert group, and their gather
+    over an expert's ranks; 0 without experts.
 
     What stays inside the fast domain and what leaves it travel at the same time; the slower one counts.
     """
+    if not b.moe_layers.any():
+        return np.zeros(len(b))
+    routed = routed_tokens(b) * b.imbalance
     size = routed * b.hidden * 2.0 / b.expert_tensor
     stride = b.tensor_stride * b.expert_tensor
     inside = np.clip(b.level_size[0] / stride, 1.0, b.expert)
@@ -124,4 +130,4 @@ def exchange(b: Batch, c: Constants, routed: Array) -> Array:
         slowest = np.maximum(slowest, outside * size / (b.level_bandwidth[level] * c["net_share"]))
     latency = c["call"] + c["latency"] * b.level_latency[0] * np.log2(np.maximum(b.expert, 2.0))
     gathered = one_way(b, c, Group(members=b.expert_tensor, stride=b.tensor_stride), routed * b.hidden * 2.0)
-    return np.where(b.expert > 1, slowest + latency, 0.0) + gathered
+    return np.where(b.experts > 0, np.where(b.expert > 1, slowest + latency, 0.0) + gathered, 0.0)

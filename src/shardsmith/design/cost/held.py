@@ -20,6 +20,8 @@ RESERVE = 1.5 * GIB
 """Device context, communicators and their buffers, declared: 0.5 GiB of context and some hundred MiB a communicator."""
 FRAGMENTATION = 0.02
 """Share of everything else that the allocator cannot use, declared, with expandable segments."""
+BUCKETS = 2.0 * 25.0 * MIB
+"""Two buckets of gradients on their way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +61,86 @@ class Share:
     rank: Array
 
 
-def held(s: Subject, p: Layouts, b: Batch, kinds: Precision, share: Share) -> Held:
-    """What the rank of each plan holds. `b` is the plans' Batch; `share` says which rank it is.
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes on one rank that no microbatch changes: states as ZeRO keeps them, what is gathered, and `largest`.
 
-    States follow `layout`: level 1 shards the optimiser's, 2 the gradients where they are reduced each
-    microbatch, 3 the weights. Activations are those of the most microbatches in flight.
+    `largest` is the gradient of the largest matrix before it is added to the sum, with buckets on their way.
+    """
+
+    weights: Array
+    gradients: Array
+    optimizer: Array
+    gathered: Array
+    largest: Array
+
+    @property
+    def total(self) -> Array:
+        """All together."""
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moving:
+    """Bytes on one rank that grow with its microbatch: `activations` and `logits`, and the `hidden` ones at work."""
+
+    activations: Array
+    logits: Array
+    hidden: Array
+
+    @property
+    def total(self) -> Array:
+        """All together."""
+        return self.activations + self.logits + self.hidden
+
+
+def held(s: Subject, p: Layouts, b: Batch, kinds: Precision, share: Share) -> Held:
+    """What the rank of each plan holds. `b` is the plans' Batch; `share` says which rank it is."""
+    kept, moves = states(s, p, kinds, share), moving(s, p, share, kept_layer(s, p, b))
+    known = kept.total + moves.total
+    return Held(
+        weights=kept.weights,
+        gradients=kept.gradients,
+        optimizer=kept.optimizer,
+        gathered=kept.gathered,
+        activations=moves.activations,
+        logits=moves.logits,
+        transient=kept.largest + moves.hidden,
+        reserve=with_reserve(known) - known,
+    )
+
+
+def with_reserve(known: Array) -> Array:
+    """Bytes of a rank with what the runtime takes and the allocator cannot use."""
+    return RESERVE + (1.0 + FRAGMENTATION) * known
+
+
+def states(s: Subject, p: Layouts, kinds: Precision, share: Share) -> States:
+    """States follow `layout`: level 1 shards the optimiser's, 2 the gradients where they are reduced each
+    microbatch, 3 the weights.
     """
     param, grad, moment = (float(DTYPE_BYTES[kind]) for kind in (kinds.param, kinds.grad, kinds.optimizer))
     layer, routed, whole = _elements(s, p, share)
-    matrix = np.ceil(s.model.vocab / p.tensor) * s.model.hidden
     own, shards = layer + whole, p.shards
     copies = np.where(p.zero > 0, np.maximum(shards * p.tensor / (p.expert * p.expert_tensor), 1.0), 1.0)
     full, cut = own + routed, own / shards + routed / copies
     streams = (p.zero >= 2) & (p.per_step == 0)
-    kept, one_layer = kept_layer(s, p, b)
-    count = share.dense + share.sparse
+    mean = layer / np.maximum(share.dense + share.sparse, 1.0) + routed / np.maximum(share.sparse, 1.0)
+    gathered = np.where(p.per_step > 0, full - cut, 2.0 * mean + np.maximum(whole, 0.0))
+    # The gradient of the largest matrix before it is added to the sum, and buckets on their way.
+    largest = np.maximum(s.model.hidden * s.model.ffn * (1.0 + s.model.gated) / p.tensor, whole * 0.5)
+    return States(
+        weights=np.where(p.zero == 3.0, cut, full) * param,
+        gradients=(np.where(streams, cut, full) + _waiting(s, p, share, streams)) * grad,
+        optimizer=np.where(p.zero > 0, cut, full) * (moment * (2.0 + kinds.master)),
+        gathered=np.where(p.zero == 3.0, gathered, 0.0) * param,
+        largest=largest * param + np.where(p.data * p.context > 1, BUCKETS, 0.0),
+    )
+
+
+def moving(s: Subject, p: Layouts, share: Share, kept: tuple[Array, Array]) -> Moving:
+    """Activations of the most microbatches in flight, of layers that keep `kept` bytes (and in full), and logits."""
+    each, one_layer = kept
     flight = in_flight(p.schedule, p.pipeline, p.microbatches, p.stages_per_rank, share.rank)
     flight = np.where(p.pipeline > 1, flight, 1.0) / p.stages_per_rank
     again = np.where(p.recompute == 2.0, one_layer, 0.0)
@@ -81,38 +148,12 @@ def held(s: Subject, p: Layouts, b: Batch, kinds: Precision, share: Share) -> He
     tokens = p.microbatch * s.workload.seq_len / p.context
     # The loss is softmaxed in float32: logits in the dtype of the computation, their copy and its gradient.
     at_once = np.where(p.chunk > 0, np.minimum(p.chunk, tokens), tokens)
-    logits = share.head * at_once * np.ceil(s.model.vocab / p.tensor) * (width + 8.0)
     hidden = tokens * s.model.hidden * width / np.where(p.sequence_parallel > 0, p.tensor, 1.0)
     embedded = share.embedding * (hidden + float(s.model.dropout > 0) * hidden / width)
-    mean = layer / np.maximum(count, 1.0)
-    routed_layer = routed / np.maximum(share.sparse, 1.0)
-    gathered = np.where(
-        p.zero == 3.0, np.where(p.per_step > 0, full - cut, 2.0 * (mean + routed_layer) + np.maximum(whole, 0.0)), 0.0
-    )
-    # The gradient of the largest matrix before it is added to the sum, and buckets on their way.
-    largest = np.maximum(s.model.hidden * s.model.ffn * (1.0 + s.model.gated) / p.tensor, whole * 0.5)
-    buckets = np.where(p.data * p.context > 1, 2.0 * 25.0 * MIB, 0.0)
-    states = (
-        np.where(p.zero == 3.0, cut, full) * param,
-        (np.where(streams, cut, full) + _waiting(s, p, share, streams, matrix)) * grad,
-        np.where(p.zero > 0, cut, full) * moment * (2.0 + kinds.master),
-    )
-    parts = (
-        gathered * param,
-        flight * (count * kept + embedded + share.head * hidden) + again,
-        logits,
-        np.broadcast_to(largest * param + buckets, p.data.shape) + hidden,
-    )
-    known = np.sum([*states, *parts], axis=0)
-    return Held(
-        weights=states[0],
-        gradients=states[1],
-        optimizer=states[2],
-        gathered=parts[0],
-        activations=parts[1],
-        logits=parts[2],
-        transient=parts[3],
-        reserve=np.asarray(RESERVE + FRAGMENTATION * known),
+    return Moving(
+        activations=flight * ((share.dense + share.sparse) * each + embedded + share.head * hidden) + again,
+        logits=share.head * at_once * np.ceil(s.model.vocab / p.tensor) * (width + 8.0),
+        hidden=hidden,
     )
 
 
@@ -120,8 +161,9 @@ def _bytes(s: Subject) -> float:
     return float(DTYPE_BYTES[s.workload.dtype])
 
 
-def _waiting(s: Subject, p: Layouts, share: Share, streams: NDArray[np.bool_], matrix: Array) -> Array:
+def _waiting(s: Subject, p: Layouts, share: Share, streams: NDArray[np.bool_]) -> Array:
     """Elements of a tied embedding's gradient that stay whole, as they wait for the other end's, beyond their shard."""
+    matrix = np.ceil(s.model.vocab / p.tensor) * s.model.hidden
     apart = s.model.tied & (p.pipeline > 1) & streams & (share.embedding + share.head == 1.0)
     return np.where(apart, matrix * (1.0 - 1.0 / p.shards), 0.0)
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shardsmith.design.cost.batch import Array, Batch
+from shardsmith.design.cost.batch import Array, Batch, Columns
 
 Constants = Mapping[str, float]
 
@@ -27,7 +28,7 @@ CAST_BYTES_FORWARD, TRANSPOSE_BYTES, CAST_BYTES_BACKWARD = 3.0, 2.0, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(Columns):
     """Seconds of one layer and microbatch on one rank, without communication: parts, forward and backward.
 
     `gemm_last` is what the layer's last product takes of `gemm_forward`.
@@ -51,6 +52,19 @@ class Layer:
     def backward(self) -> Array:
         """Backward compute, input and weight gradients, without recomputation."""
         return self.gemm_backward + self.attention_backward + self.elementwise_backward + self.accumulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """Seconds of one microbatch on one rank in what every model has: a layer, the head with its loss, the embedding."""
+
+    layer: Layer
+    head: Array
+    embedding: Array
+
+    def select(self, which: NDArray[np.intp]) -> Dense:
+        """The cases that `which` names, in its order."""
+        return Dense(layer=self.layer.select(which), head=self.head[which], embedding=self.embedding[which])
 
 
 def sustained(b: Batch, c: Constants) -> Array:
@@ -121,6 +135,11 @@ def layer(b: Batch, c: Constants) -> Layer:
         elementwise_backward=elementwise_backward,
         accumulate=accumulation(b, c, layer_weights(b)),
     )
+
+
+def dense_kernels(b: Batch, c: Constants) -> Dense:
+    """Compute of a layer and of both ends, without communication."""
+    return Dense(layer=layer(b, c), head=head(b, c), embedding=embedding(b, c))
 
 
 def accumulation(b: Batch, c: Constants, weights: Array) -> Array:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from itertools import permutations
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,9 +72,14 @@ class Layouts:
     def __len__(self) -> int:
         return len(self.data)
 
-    def select(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Self:
+    def select(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Layouts:
         """The plans that `which` (a mask or indices) names, in its order."""
-        return type(self)(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+        rows = np.flatnonzero(which) if which.dtype == np.bool_ else np.asarray(which, dtype=np.intp)
+        return View.of(self, rows, {})
+
+    def with_(self, **columns: Array) -> Layouts:
+        """The same plans with other `columns`."""
+        return View.of(self, None, columns)
 
     @property
     def shards(self) -> Array:
@@ -89,6 +93,32 @@ class Layouts:
 
 
 COLUMNS = tuple(f.name for f in fields(Layouts))
+
+
+class View(Layouts):
+    """Rows of other layouts. A column is gathered when it is first read: most searches read few of them."""
+
+    @classmethod
+    def of(cls, base: Layouts, which: NDArray[np.intp] | None, changed: Mapping[str, Array]) -> View:
+        """Rows `which` of `base` (None: all), with `changed` columns as given."""
+        found = object.__new__(cls)
+        vars(found).update(_base=base, _which=which, **changed)
+        return found
+
+    def __getattr__(self, name: str) -> Array:
+        if name not in _NAMES:
+            raise AttributeError(name)
+        base, which = vars(self)["_base"], vars(self)["_which"]
+        column: Array = getattr(base, name) if which is None else getattr(base, name)[which]
+        vars(self)[name] = column
+        return column
+
+    def __len__(self) -> int:
+        own = vars(self)
+        return len(own["data"]) if "data" in own else len(own["_base"] if own["_which"] is None else own["_which"])
+
+
+_NAMES = frozenset(COLUMNS)
 
 
 def layouts_of(plans: Sequence[Plan], model: ModelSpec, workload: Workload) -> Layouts:
@@ -137,45 +167,81 @@ _PLACES = np.array([[order.split("-").index(axis) for order in ORDERS] for axis 
 """Place of each axis (rows as ORDER_AXES) in each order, 0 innermost."""
 
 
-def batch_of(s: Subject, p: Layouts, kinds: Precision) -> Batch:
-    """The cost model's Batch of plans `p` of one subject, states kept in the dtypes `kinds`."""
-    t, columns, split = s.target, dict(s.columns), s.split.table(p)
-    copies = np.where((p.replicate_kv > 0) & (p.tensor > s.model.kv_heads), p.tensor / s.model.kv_heads, 1.0)
-    sharded = p.zero > 0
-    reduce, param = float(DTYPE_BYTES[kinds.reduce]), float(DTYPE_BYTES[kinds.param])
-    again = p.recompute
-    operators = t.selective == "operators"
-    return Batch(
-        **columns | {"kv_heads": s.model.kv_heads * copies},
-        microbatch=p.microbatch,
-        microbatches=p.microbatches,
-        halves=np.where(_uses(p, "half_microbatches"), 2.0, 1.0),
-        tensor=p.tensor,
-        context=p.context,
-        ulysses=p.ulysses,
-        pipeline=p.pipeline,
-        stages_per_rank=p.stages_per_rank,
-        schedule=p.schedule,
-        fullest=split["fullest"],
-        last=split["beside_head"],
-        data=p.data,
-        shard=p.shards,
-        expert=p.expert,
-        expert_tensor=p.expert_tensor,
-        sequence_parallel=p.sequence_parallel,
-        zero=p.zero,
-        per_step=p.per_step,
-        **strides(p),
-        recompute_layer=(again == 2.0) * 1.0,
-        recompute_gemm=(again == 1.0) * 0.5 * operators,
-        recompute_attention=(again == 1.0) * (1.0 - operators),
-        # An all-reduce moves every byte twice; a reduce-scatter once, and the gather then moves the weights.
-        reduce_bytes=np.where(sharded, reduce, 2.0 * reduce),
-        gather_bytes=np.where(sharded, param, 0.0),
-        overlap_tensor=hidden_share(s, p),
-        imbalance=received_share(s, p),
-        overlap_expert=np.where(p.schedule == DUALPIPE_V, max(t.overlap_expert, PAIRED), t.overlap_expert),
-    )
+class PlanBatch(Batch):
+    """The Batch of plans of one subject. A column is computed when it is first read: a bound needs few of them."""
+
+    @classmethod
+    def of(cls, s: Subject, p: Layouts, kinds: Precision, changed: Mapping[str, Array]) -> PlanBatch:
+        """The Batch of plans `p`, states in the dtypes `kinds`, with `changed` columns as given."""
+        found = object.__new__(cls)
+        own = vars(found)
+        own.update(s.columns, _of=(s, p, kinds))
+        del own["kv_heads"]  # of the model; here copies count
+        own.update(changed)
+        return found
+
+    def __getattr__(self, name: str) -> Array:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        s, p, kinds = vars(self)["_of"]
+        if name in _STRIDES:
+            vars(self).update(strides(p))
+        elif name in _FORMULAS:
+            vars(self)[name] = _FORMULAS[name](s, p, kinds)
+        elif name in _NAMES:
+            vars(self)[name] = getattr(p, name)
+        elif name in _SPLIT:
+            vars(self)[name] = s.split.column(p, _SPLIT[name])
+        elif name in _DEFAULTS:
+            vars(self)[name] = _DEFAULTS[name]
+        else:
+            raise AttributeError(name)
+        column: Array = vars(self)[name]
+        return column
+
+    def __len__(self) -> int:
+        own = vars(self)
+        return len(own["_of"][1]) if "_of" in own else len(own["microbatch"])
+
+
+def batch_of(s: Subject, p: Layouts, kinds: Precision, **changed: Array) -> Batch:
+    """The cost model's Batch of plans `p` of one subject, states kept in the dtypes `kinds`; `changed` columns win."""
+    return PlanBatch.of(s, p, kinds, changed)
+
+
+def _kv_heads(s: Subject, p: Layouts, kinds: Precision) -> Array:
+    kv = float(s.model.kv_heads)
+    return kv * np.where((p.replicate_kv > 0) & (p.tensor > kv), p.tensor / kv, 1.0)
+
+
+def _operators(s: Subject) -> bool:
+    """Whether selective recomputation runs every operator but the products again (else the attention core)."""
+    return s.target.selective == "operators"
+
+
+def _overlap_expert(s: Subject, p: Layouts, kinds: Precision) -> Array:
+    return np.where(p.schedule == DUALPIPE_V, max(s.target.overlap_expert, PAIRED), s.target.overlap_expert)
+
+
+_STRIDES = frozenset(f"{axis}_stride" for axis in ORDER_AXES)
+_DEFAULTS: Mapping[str, Array] = {
+    f.name: f.default_factory() for f in fields(Batch) if f.default_factory is not MISSING
+}
+_SPLIT = {"fullest": "fullest", "last": "beside_head"}
+_FORMULAS: Mapping[str, Callable[[Subject, Layouts, Precision], Array]] = {
+    "kv_heads": _kv_heads,
+    "halves": lambda s, p, kinds: np.where(_uses(p, "half_microbatches"), 2.0, 1.0),
+    "shard": lambda s, p, kinds: p.shards,
+    "recompute_layer": lambda s, p, kinds: (p.recompute == 2.0) * 1.0,
+    "recompute_gemm": lambda s, p, kinds: (p.recompute == 1.0) * (0.5 * _operators(s)),
+    "recompute_attention": lambda s, p, kinds: (p.recompute == 1.0) * (1.0 - _operators(s)),
+    # An all-reduce moves every byte twice; a reduce-scatter once, and the gather then moves the weights.
+    "reduce_bytes": lambda s, p, kinds: DTYPE_BYTES[kinds.reduce] * np.where(p.zero > 0, 1.0, 2.0),
+    "gather_bytes": lambda s, p, kinds: DTYPE_BYTES[kinds.param] * np.where(p.zero > 0, 1.0, 0.0),
+    "overlap_tensor": lambda s, p, kinds: hidden_share(s, p),
+    "overlap_expert": _overlap_expert,
+    "imbalance": lambda s, p, kinds: received_share(s, p),
+}
 
 
 def received_share(s: Subject, p: Layouts) -> Array:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from shardsmith.design.cost.batch import Array, Batch
-from shardsmith.design.cost.held import Held, Share, held
+from shardsmith.design.cost.held import Share, kept_layer, moving, states, with_reserve
 from shardsmith.design.cost.layouts import Layouts, batch_of
 from shardsmith.design.cost.schedules import DUALPIPE_V, ZB_V
 from shardsmith.design.cost.step import Step, step
 from shardsmith.design.cost.subject import Subject
 from shardsmith.plan.precision import Precision
+
+Decisive = Literal["first", "middle", "last"]
+DECISIVE: tuple[Decisive, ...] = ("first", "middle", "last")
+"""Pipeline ranks of which one is the fullest: those between the ends hold no more than the middle one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,29 +38,25 @@ def price(s: Subject, p: Layouts, kinds: Precision) -> Priced:
 
 def peak(s: Subject, p: Layouts, b: Batch, kinds: Precision) -> Array:
     """Bytes of the fullest pipeline rank of every plan: the first, the last, or the fullest between them."""
-    found = np.zeros(len(p))
-    for where in ("first", "middle", "last"):
-        found = np.maximum(found, rank_held(s, p, b, kinds, where).total)
-    return found
+    kept, found = kept_layer(s, p, b), np.zeros(len(p))
+    for where in DECISIVE:
+        share = share_of(s, p, where)
+        found = np.maximum(found, states(s, p, kinds, share).total + moving(s, p, share, kept).total)
+    return with_reserve(found)
 
 
-def rank_held(s: Subject, p: Layouts, b: Batch, kinds: Precision, where: str) -> Held:
-    """What the `first`, a `middle` or the `last` pipeline rank holds; those between the ends hold no more than that."""
-    return held(s, p, b, kinds, share_of(s, p, where))
-
-
-def share_of(s: Subject, p: Layouts, where: str) -> Share:
+def share_of(s: Subject, p: Layouts, where: Decisive) -> Share:
     """Layers and ends of the `first`, a `middle` or the `last` pipeline rank.
 
     The middle one has the layers of the fullest rank between the ends, and as much in flight as the second.
     """
-    table, last = s.split.table(p), p.pipeline - 1.0
+    last = p.pipeline - 1.0
     rank = {"first": 0.0 * last, "middle": np.minimum(1.0, last), "last": last}[where]
-    dense = table[f"{where}_dense"]
+    dense = s.split.column(p, f"{where}_dense")
     folded = (p.schedule == ZB_V) | (p.schedule == DUALPIPE_V)
     return Share(
         dense=dense,
-        sparse=table[where] - dense,
+        sparse=s.split.column(p, where) - dense,
         embedding=(rank == 0) * 1.0,
         head=np.where(folded, rank == 0, rank == last) * 1.0,
         rank=rank,

@@ -39,31 +39,58 @@ class Ranks:
 FIELDS = tuple(Ranks.__dataclass_fields__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Split:
     """The splits of one model's layers, each computed once."""
 
     model: ModelSpec
     seq_len: int
-    _rows: list[list[float]] = field(default_factory=list, compare=False, repr=False)
+    _rows: list[tuple[float, ...]] = field(default_factory=list, repr=False)
+    _figures: Array = field(default_factory=lambda: np.empty((len(FIELDS), 0)), repr=False)
+    """Every field (rows) of every split so far."""
+    _last: tuple[Layouts, NDArray[np.intp]] | None = field(default=None, repr=False)
+    """The plans asked for last, as several fields of the same ones are wanted, and their splits."""
 
     @cached_property
-    def _places(self) -> NDArray[np.int32]:
+    def _places(self) -> NDArray[np.intp]:
         """Row of each split by its code; -1 where it was not asked for yet."""
-        return np.full(2 * len(SCHEDULES) * (self.model.layers + 3) ** 2, -1, dtype=np.int32)
+        return np.full(2 * len(SCHEDULES) * (self.model.layers + 3) ** 2, -1, dtype=np.intp)
 
-    def table(self, p: Layouts) -> dict[str, Array]:
-        """Every field of `Ranks` for every plan."""
+    def rows(self, p: Layouts) -> NDArray[np.intp]:
+        """The split of every plan, as a row number of `column`'s figures."""
+        if self._last is None or self._last[0] is not p:
+            self._last = (p, self._find(p))
+        return self._last[1]
+
+    def _find(self, p: Layouts) -> NDArray[np.intp]:
         size = self.model.layers + 3.0
         code = (((p.schedule * 2.0 + p.weighed) * size + p.stages_per_rank) * size + p.pipeline).astype(np.intp)
-        for new in np.unique(code[self._places[code] < 0]):
-            at = int(np.flatnonzero(code == new)[0])
+        found = self._places[code]
+        if found.min(initial=0) < 0:
+            self._add(p, code)
+            found = self._places[code]
+        return found
+
+    def column(self, p: Layouts, name: str) -> Array:
+        """The field `name` of `Ranks` for every plan."""
+        rows = self.rows(p)
+        found: Array = self._figures[FIELDS.index(name)][rows]
+        return found
+
+    def _add(self, p: Layouts, code: NDArray[np.intp]) -> None:
+        new, first = np.unique(code[self._places[code] < 0]), np.empty(len(self._places), dtype=np.intp)
+        first[code] = np.arange(len(code))
+        known = {row: at for at, row in enumerate(map(tuple, self._rows))}
+        for each in new:
+            at = first[each]
             one = (int(column[at]) for column in (p.schedule, p.pipeline, p.stages_per_rank, p.weighed))
             ranks = self._ranks(*one)
-            self._places[new] = len(self._rows)
-            self._rows.append([float(getattr(ranks, name)) for name in FIELDS])
-        found = np.array(self._rows).T[:, self._places[code]]
-        return dict(zip(FIELDS, found, strict=True))
+            row = tuple(float(getattr(ranks, name)) for name in FIELDS)
+            if row not in known:
+                known[row] = len(self._rows)
+                self._rows.append(row)
+            self._places[each] = known[row]
+        self._figures = np.array(self._rows).T
 
     def _ranks(self, schedule: int, pipeline: int, stages: int, weighed: int) -> Ranks:
         count = pipeline * stages
@@ -71,11 +98,9 @@ class Split:
         counts = weighed_layers(self.model, count, self.seq_len) if weighed else even_layers(layers, count)
         placement = orders.load(SCHEDULES[schedule]).placement(pipeline=pipeline, stages_per_rank=stages)
         first_dense = self.model.experts.first_dense if self.model.experts else layers
-        held, dense, at = [0] * pipeline, [0] * pipeline, 0
-        for rank, own in zip(placement, counts, strict=True):
-            held[rank] += own
-            dense[rank] += max(0, min(first_dense, at + own) - at)
-            at += own
+        own, at = np.array(counts), np.cumsum(counts) - counts
+        held = np.bincount(placement, own, pipeline).astype(int).tolist()
+        dense = np.bincount(placement, np.clip(first_dense - at, 0, own), pipeline).astype(int).tolist()
         inner = range(1, pipeline - 1) if pipeline > 2 else range(pipeline - 1, pipeline)
         middle = max(inner, key=lambda rank: (held[rank], -rank))
         return Ranks(

@@ -7,16 +7,15 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardsmith.design.cost.batch import Array, Batch
+from shardsmith.design.cost.batch import Array, Batch, Columns
 from shardsmith.design.cost.collectives import Group, all_reduce, exposed, one_way, reach
-from shardsmith.design.cost.experts import expert_calls, expert_weights, experts
+from shardsmith.design.cost.experts import Experts, exchange, expert_calls, expert_weights, experts
 from shardsmith.design.cost.kernels import (
     Constants,
+    Dense,
     Layer,
     accumulation,
-    embedding,
-    head,
-    layer,
+    dense_kernels,
     layer_weights,
     memory_rate,
     smooth_max,
@@ -39,7 +38,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class Pass(Columns):
     """Seconds on one rank for one microbatch: a layer forward and backward, of that its weight gradients; the ends.
 
     Communication that is not hidden inside a layer is in it; gathers of sharded weights are not.
@@ -51,72 +50,71 @@ class Pass:
     head: Array
     embedding: Array
 
-    def select(self, which: NDArray[np.intp]) -> Pass:
-        """The cases that `which` names, in its order."""
-        return Pass(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+    def where(self, mask: NDArray[np.bool_], other: Pass) -> Pass:
+        """These cases where `mask` holds, those of `other` elsewhere."""
+        return Pass(**{f.name: np.where(mask, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(Columns):
+    """Seconds that follow from how states are spread, whatever the layers take.
+
+    `gather` a layer's weights before each of its passes, `reduce` its gradients after the second (0 where both
+    happen once a step); `left` until the step's end, before any of it hides; `tied` for the copies of an embedding;
+    `update` of the optimiser.
+    """
+
+    gather: Array
+    reduce: Array
+    left: Array
+    tied: Array
+    update: Array
 
 
 def step(b: Batch, c: Constants) -> Step:
     """The time of one step of every case. Never negative; no slower on faster links or devices."""
-    return compose(b, c, one_pass(b, c))
+    return compose(b, c, one_pass(b, c), sharding(b, c))
 
 
-def compose(b: Batch, c: Constants, one: Pass) -> Step:
+def compose(b: Batch, c: Constants, one: Pass, spread: Sharding) -> Step:
     """The step that is made of layers as `one` says: stages, bubble, hops, exposed gathers and reductions, update.
 
-    What decides `one` (tensor, context, expert, microbatch, recomputation, overlap inside a layer) varies less
-    than what is decided here, so many plans can share a Pass.
+    What decides `one` (tensor, context, expert, microbatch, recomputation, overlap inside a layer) and `spread`
+    (degrees, ZeRO level, replicas) varies less than the plans, so many of them can share both.
     """
-    streams = b.per_step == 0
-    gather = np.where((b.zero > 2) & streams, gather_layer(b, c, 2.0), 0.0)
-    reduce = np.where((b.zero == 2) & streams, gather_layer(b, c, b.reduce_bytes), gather)
-    forward = one.forward + exposed(c, gather, b.overlap_shard, one.forward)
-    backward = one.backward + exposed(c, gather + reduce, b.overlap_shard, one.backward)
-    f = flow(b, c, replace(one, forward=forward, backward=backward))
-    wait, data, after = jitter(b, c), data_exposed(b, c, forward + backward), optimizer(b, c)
+    one = with_gathers(b, c, one, spread)
+    f = flow(b, c, one, hop(b, c))
+    wait, data = jitter(b, c), data_exposed(b, c, one.forward + one.backward, spread)
     return Step(
-        total=(f.total + data + after) * wait,
+        total=(f.total + data + spread.update) * wait,
         compute=b.microbatches * f.mean * wait,
         bubble=f.idle * wait,
         imbalance=b.microbatches * (f.slowest - f.mean) * wait,
         pipeline=f.passing * wait,
         data=data * wait,
-        optimizer=after * wait,
+        optimizer=spread.update * wait,
     )
 
 
-def least(b: Batch, c: Constants, one: Pass) -> Array:
-    """Seconds that no plan with these stages goes below, however it shards its states."""
-    return (flow(b, c, one).total + c["step_fixed"]) * jitter(b, c)
+def with_gathers(b: Batch, c: Constants, one: Pass, spread: Sharding) -> Pass:
+    """`one` with what stays exposed of gathering weights and reducing gradients layer by layer."""
+    forward = one.forward + exposed(c, spread.gather, b.overlap_shard, one.forward)
+    backward = one.backward + exposed(c, spread.gather + spread.reduce, b.overlap_shard, one.backward)
+    return replace(one, forward=forward, backward=backward)
 
 
-def least_data(b: Batch, c: Constants, level: int, reduce: float, param: float) -> Array:
-    """Seconds of data communication and update that stay exposed at best, with `reduce` and `param` bytes.
-
-    `level` 1 stands for all plans that keep whole weights and gradients over a step, 2 and 3 for those that
-    reduce gradients, and gather weights too, each microbatch. Everything moves over the nearest rank's link at
-    best; what is sharded moves at least half of itself.
-    """
-    members, weights = b.data * b.context, b.layers / b.pipeline * layer_weights(b) / b.tensor
-    near = np.where(b.context > 1, np.minimum(b.data_stride, b.context_stride), b.data_stride)
-    near = np.where(b.data > 1, near, b.context_stride)
-    bandwidth = reach(b, c, Group(members=np.minimum(members, 2.0), stride=near)).bandwidth
-    for link in range(1, len(b.level_size)):
-        inside = np.clip(b.level_size[link - 1] / near, 1.0, members)
-        bandwidth = np.maximum(bandwidth, b.level_bandwidth[link] * c["net_share"] * inside)
-    once = np.minimum(1.0 - b.overlap_data, (1.0 - b.overlap_shard) / 2.0) * (members - 1.0) / members
-    often = (1.0 - b.overlap_shard) * np.where(members > 1, 0.5, 0.0) * b.microbatches
-    bytes_moved = {
-        1: once * min(6.0, reduce + min(reduce, param)),
-        2: often * reduce + once * param * 0.5,
-        3: often * 6.0,
-    }[level]
-    update = b.optimizer_bytes * weights / members / memory_rate(b, c)
-    return (bytes_moved * weights / (c["all_reduce"] * bandwidth) + update) * jitter(b, c)
+def sharding(b: Batch, c: Constants) -> Sharding:
+    """What spreading states costs each case."""
+    streams = b.per_step == 0
+    gather = np.where((b.zero > 2) & streams, gather_layer(b, c, 2.0), 0.0)
+    reduce = np.where((b.zero == 2) & streams, gather_layer(b, c, b.reduce_bytes), gather)
+    return Sharding(
+        gather=gather, reduce=reduce, left=reductions(b, c), tied=tied_embedding(b, c), update=optimizer(b, c)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class Flow(Columns):
     """Seconds of a step in the pipeline: a microbatch on the `slowest` and the `mean` rank, waits, messages, all."""
 
     slowest: Array
@@ -126,8 +124,8 @@ class Flow:
     total: Array
 
 
-def flow(b: Batch, c: Constants, one: Pass) -> Flow:
-    """Microbatches through the stages: the slowest rank's work, the bubble, the hops."""
+def flow(b: Batch, c: Constants, one: Pass, handed: Array) -> Flow:
+    """Microbatches through the stages: the slowest rank's work, the bubble, and the hops of `handed` seconds."""
     whole = one.forward + one.backward
     total = b.layers * whole + one.head + one.embedding
     slowest = np.where(b.pipeline > 1, np.maximum(b.fullest * whole, b.last * whole + one.head), total)
@@ -136,7 +134,7 @@ def flow(b: Batch, c: Constants, one: Pass) -> Flow:
     split = one.forward / whole, (one.backward - one.weight) / whole, one.weight / whole
     idle = unit * bubble(b.schedule, b.pipeline, b.microbatches, b.stages_per_rank, *split)
     often = 2.0 * b.microbatches * b.stages_per_rank * (1.0 - b.overlap_pipeline)
-    passing = (often + 2.0 * (b.pipeline - 1.0)) * hop(b, c)
+    passing = (often + 2.0 * (b.pipeline - 1.0)) * handed
     return Flow(
         slowest=slowest,
         mean=total / b.pipeline,
@@ -148,16 +146,23 @@ def flow(b: Batch, c: Constants, one: Pass) -> Flow:
 
 def jitter(b: Batch, c: Constants) -> Array:
     """Factor on a step for waiting on the slowest of many ranks, and the machine's own factor."""
-    return c["machine"] * (1.0 + c["jitter"] * np.log2(np.maximum(b.world / 8.0, 1.0)))
+    return waiting(b.world, c)
 
 
-def one_pass(b: Batch, c: Constants) -> Pass:
-    """Forward and backward of one layer with tensor, context and expert communication and the launch floor."""
-    k = layer(b, c)
-    tensor = tensor_time(b, c)
+def waiting(world: Array, c: Constants) -> Array:
+    """`jitter` of steps on `world` ranks."""
+    return c["machine"] * (1.0 + c["jitter"] * np.log2(np.maximum(world / 8.0, 1.0)))
+
+
+def one_pass(b: Batch, c: Constants, dense: Dense | None = None, routed: Experts | None = None) -> Pass:
+    """Forward and backward of one layer with tensor, context and expert communication and the launch floor.
+
+    `dense` and `routed` are the kernels that stand behind them, for callers who have them from fewer cases.
+    """
+    dense, e = dense or dense_kernels(b, c), routed or experts(b, c)
+    k, tensor, moe = dense.layer, tensor_time(b, c), b.moe_layers / b.layers
     ring_forward, ring_backward = ring_time(b, c, k)
-    e, moe = experts(b, c), b.moe_layers / b.layers
-    exchanged = 2.0 * e.exchange * (1.0 - b.overlap_expert)
+    exchanged = 2.0 * exchange(b, c) * (1.0 - b.overlap_expert)
     forward = k.forward + 2.0 * tensor + ring_forward
     forward = forward + moe * (e.gemm_forward + e.elementwise_forward + exchanged)
     again = (
@@ -165,7 +170,7 @@ def one_pass(b: Batch, c: Constants) -> Pass:
         + b.recompute_gemm * (k.gemm_forward + moe * e.gemm_forward + 2.0 * k.elementwise_forward)
         + b.recompute_attention * k.attention_forward
     )
-    backward = k.backward + tensor_backward(b, c, k) + ring_backward + again
+    backward = k.backward + tensor_backward(b, c, k, tensor) + ring_backward + again
     accumulate = accumulation(b, c, expert_weights(b) * b.tensor / (b.expert * b.expert_tensor))
     backward = backward + moe * (e.gemm_backward + e.elementwise_backward + exchanged + accumulate)
     # Weight gradients are one of the two products of a backward, and take their sum along.
@@ -180,8 +185,8 @@ def one_pass(b: Batch, c: Constants) -> Pass:
         forward=b.halves * forward,
         backward=b.halves * floored,
         weight=b.halves * weight * floored / backward,
-        head=b.halves * head(b, c),
-        embedding=b.halves * embedding(b, c),
+        head=b.halves * dense.head,
+        embedding=b.halves * dense.embedding,
     )
 
 
@@ -205,12 +210,12 @@ def tensor_time(b: Batch, c: Constants) -> Array:
     return reduced * (1.0 - b.overlap_tensor)
 
 
-def tensor_backward(b: Batch, c: Constants, k: Layer) -> Array:
-    """Exposed seconds of a layer's backward: its two all-reduces, and inputs gathered again for weight gradients.
+def tensor_backward(b: Batch, c: Constants, k: Layer, each: Array) -> Array:
+    """Exposed seconds of a layer's backward: two all-reduces of `each`, and inputs gathered again for weight gradients.
 
     Weight gradients, half of its products, can hide the former, the other half the latter.
     """
-    sums = exposed(c, 2.0 * tensor_time(b, c), b.overlap_weight_gradient, 0.5 * k.gemm_backward)
+    sums = exposed(c, 2.0 * each, b.overlap_weight_gradient, 0.5 * k.gemm_backward)
     size, group = b.tokens * b.hidden * 2.0, Group(members=b.tensor, stride=b.tensor_stride)
     gathered = 2.0 * one_way(b, c, group, gathered_width(b) * size)
     again = np.where((b.sequence_parallel > 0) & (b.regather > 0), gathered, 0.0)
@@ -288,12 +293,10 @@ def expert_group(b: Batch, members: Array) -> Group:
     return Group(members=expert_copies(b, members), stride=b.tensor_stride * b.expert * b.expert_tensor)
 
 
-def data_exposed(b: Batch, c: Constants, whole: Array) -> Array:
-    """Exposed seconds of reducing gradients and gathering parameters once a step, and of the tied embedding.
+def reductions(b: Batch, c: Constants) -> Array:
+    """Seconds of reducing gradients and gathering parameters at the end of a step, before any of it hides.
 
-    What overlaps hides under the microbatch that completes a rank's gradients; of several stages a rank, each
-    completes in turn, over the last `pipeline` microbatches. What is reduced (and gathered) each microbatch
-    leaves only the sum across replicas to the end of the step (and, at level 2, the gather).
+    What is reduced (and gathered) each microbatch leaves only the sum across replicas (and, at level 2, the gather).
     """
     weights, routed = local_weights(b), local_experts(b)
     each, sharded = b.reduce_bytes + b.gather_bytes, b.zero > 0
@@ -305,12 +308,25 @@ def data_exposed(b: Batch, c: Constants, whole: Array) -> Array:
         moved += one_way(b, c, expert_group(b, b.data * b.context), routed * each, calls)
     streams = b.per_step == 0
     gathered = one_way(b, c, shard_group(b), weights * b.gather_bytes, calls)
-    left = np.where(streams & (b.zero > 2), across, np.where(streams & (b.zero == 2), across + gathered, moved))
+    return np.where(streams & (b.zero > 2), across, np.where(streams & (b.zero == 2), across + gathered, moved))
+
+
+def tied_embedding(b: Batch, c: Constants) -> Array:
+    """Seconds of adding up the gradients of an embedding that the first and the last stage hold."""
     r = reach(b, c, Group(members=np.where(b.pipeline > 1, 2.0, 1.0), stride=b.pipeline_stride))
-    tied = np.where((b.pipeline > 1) & (b.tied > 0), b.vocab * b.hidden / b.tensor * b.reduce_bytes / r.bandwidth, 0.0)
+    size = b.vocab * b.hidden / b.tensor * b.reduce_bytes
+    return np.where((b.pipeline > 1) & (b.tied > 0), size / r.bandwidth, 0.0)
+
+
+def data_exposed(b: Batch, c: Constants, whole: Array, spread: Sharding) -> Array:
+    """Exposed seconds of reducing gradients and gathering parameters once a step, and of the tied embedding.
+
+    What overlaps hides under the microbatch that completes a rank's gradients, of layers that take `whole`; of
+    several stages a rank, each completes in turn, over the last `pipeline` microbatches.
+    """
     last = np.where(b.stages_per_rank > 1, b.pipeline, 1.0)
     room = last * b.layers / b.pipeline * whole
-    return exposed(c, left, b.overlap_data, room) + tied
+    return exposed(c, spread.left, b.overlap_data, room) + spread.tied
 
 
 def optimizer(b: Batch, c: Constants) -> Array:

@@ -68,6 +68,13 @@ class Subject:
         columns["level_latency"] = np.array([[link.latency_us * 1e-6] for link in levels])
         return columns
 
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the device in the dtype of a layer's products."""
+        found = self.cluster.device.peak("float8" if self.target.float8 else self.workload.dtype)
+        assert found is not None, "a dtype without a peak has been refused"
+        return found
+
     @cached_property
     def split(self) -> Split:
         """Layers by pipeline rank."""
@@ -122,7 +129,8 @@ def make_subject(
     Raises `Refused` (H501 to H503, X351) where figures are missing, and for an `imbalance` that none can have (E107).
     """
     chosen = target_named(target)
-    raise_errors([*unpriceable(cluster, workload), *uneven_faults(model, imbalance)])
+    float8 = float8_faults(cluster) if chosen.float8 else []
+    raise_errors([*unpriceable(cluster, workload), *float8, *uneven_faults(model, imbalance)])
     return Subject(
         model=model,
         workload=workload,
@@ -156,6 +164,16 @@ def unpriceable(cluster: ClusterSpec, workload: Workload) -> list[Fault]:
         hint = f"dtype = bfloat16 (known: {known})" if known != "none" else "state device.peak_tflops in a cluster file"
         faults.append(DTYPE.fault(message, said, hint=hint))
     return faults
+
+
+def float8_faults(cluster: ClusterSpec) -> list[Fault]:
+    """A device on which nobody has measured products in float8, or that has none."""
+    device, share = cluster.device, facts_of(cluster).matmul8_share
+    if device.peak("float8") and share:
+        return []
+    what = "no products in float8" if not device.peak("float8") else "a peak in float8, but no measured share of it"
+    message, hint = f"{device.name} has {what}", "dtype = bfloat16, or a cluster of H100 or later"
+    return [DTYPE.fault(message, (cluster.name, f"device = {device.name}"), hint=hint)]
 
 
 def count_weights(model: ModelSpec) -> Counts:
@@ -230,7 +248,7 @@ def _device(s: Subject) -> dict[str, float]:
     assert peak is not None, "a dtype without a peak has been refused"
     assert d.memory_bandwidth_gbs is not None, "a device without bandwidth has been refused"
     return {
-        "fp8": 0.0,
+        "fp8": float(s.target.float8),
         "peak16": peak,
         "peak8": (d.peak("float8") or 0.0),
         "vector_peak": facts.vector_tflops * 1e12,

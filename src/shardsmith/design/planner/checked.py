@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardsmith.design.cost.estimate import Estimate, estimate_plan
 from shardsmith.design.cost.subject import DEFAULT_TARGET, subject_of
 from shardsmith.design.planner.explain import neighbours
@@ -30,7 +32,8 @@ def price_checked(checked: Checked, target: str = DEFAULT_TARGET) -> Priced:
     found = estimate_plan(s, setup)
     limit = (setup.cluster.device.memory_gib or 0.0) * GIB
     every = neighbours(s, setup, found, limit)
-    faults = [*checked.faults, *total_faults(setup, found, limit, every), *pitfalls(s, setup, found)]
+    helped = [with_neighbour(fault, every, found, limit) for fault in checked.faults]
+    faults = [*helped, *total_faults(setup, found, limit, every), *pitfalls(s, setup, found)]
     return Priced(checked=checked, faults=tuple(faults), estimate=found, better=better(every, found, limit))
 
 
@@ -40,6 +43,17 @@ def better(every: tuple[Neighbour, ...], found: Estimate, limit: float) -> tuple
     if found.peak <= limit:
         fits = [n for n in fits if n.ratio is not None and n.ratio < NOTICED]
     return tuple(sorted(fits, key=lambda n: n.ratio or 0.0)[:SHOWN])
+
+
+def with_neighbour(fault: Fault, every: tuple[Neighbour, ...], found: Estimate, limit: float) -> Fault:
+    """`fault`, which for states that do not fit (H404) hints at the fastest legal neighbour that fits, if any does."""
+    fits = better(every, found, limit) if fault.code == "H404" else ()
+    return replace(fault, hint=hint_of(fits[0])) if fits else fault
+
+
+def hint_of(neighbour: Neighbour) -> str:
+    """The change that makes a neighbour of a plan, and what it then holds."""
+    return f"{neighbour.axis} = {neighbour.after} ({neighbour.peak_gib:.1f} GiB)"
 
 
 def total_faults(setup: Setup, found: Estimate, limit: float, every: tuple[Neighbour, ...]) -> list[Fault]:
@@ -53,7 +67,7 @@ def total_faults(setup: Setup, found: Estimate, limit: float, every: tuple[Neigh
         f"{(fullest.total - limit) / GIB:.1f} GiB more than {setup.cluster.device.name} has"
     )
     fits = better(every, found, limit)
-    hint = f"{fits[0].axis} = {fits[0].after} ({fits[0].peak_gib:.1f} GiB)" if fits else "a plan from shardsmith plan"
+    hint = hint_of(fits[0]) if fits else "a plan from shardsmith plan"
     said = setup.said("plan.tensor", "plan.pipeline", "plan.zero", "plan.recompute", "plan.microbatch")
     device = (setup.cluster.name, f"memory_gib = {limit / GIB:g}")
     return [TOTAL.fault(message, *said, device, hint=hint)]

@@ -48,11 +48,13 @@ class Priced:
         return tuple(f for f in self.faults if f.severity == "warning")
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values. Without a price `memory_gib` counts states by stage, with one every item by rank."""
+        """Plain JSON values. With a price `memory_gib` counts every item by rank; without one states by stage, and
+        `unpriced` says why.
+        """
         data = as_json(self.checked)
         data |= {"errors": [f.as_json() for f in self.errors], "warnings": [f.as_json() for f in self.warnings]}
         if self.estimate is None:
-            return data
+            return data | {"unpriced": why_unpriced(self.checked)}
         return data | {
             "memory_gib": [rank.as_json() for rank in self.estimate.memory],
             "step_time_s": self.estimate.step_time_s,
@@ -65,8 +67,15 @@ class Priced:
 
 def priceable(checked: Checked) -> bool:
     """Whether the plan is sound and the cluster has figures for its dtype."""
-    setup = checked.setup
-    device = setup.cluster.device
-    known = setup.cluster.levels and device.memory_bandwidth_gbs and device.memory_gib
-    sound = all(fault.code in NOT_STRUCTURAL for fault in checked.errors)
-    return bool(sound and known and device.peak(setup.workload.dtype))
+    return not why_unpriced(checked)
+
+
+def why_unpriced(checked: Checked) -> str:
+    """Why a plan has no price; empty where it has one."""
+    cluster, dtype = checked.setup.cluster, checked.setup.workload.dtype
+    device = cluster.device
+    if any(fault.code not in NOT_STRUCTURAL for fault in checked.errors):
+        return "the plan has errors"
+    if not (cluster.levels and device.memory_bandwidth_gbs and device.memory_gib):
+        return f"cluster {cluster.name} says too little about links, or about the memory of a device"
+    return "" if device.peak(dtype) else f"{device.name} has no known peak in {dtype}"

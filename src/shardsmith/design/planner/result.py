@@ -55,8 +55,8 @@ class Neighbour:
     reason: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """The neighbour as plain JSON values."""
-        return dict(vars(self))
+        """The neighbour as plain JSON values, without those it does not have."""
+        return {key: value for key, value in vars(self).items() if value not in (None, "")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,11 @@ class Choice:
 class SearchResult:
     """The answer of a search: `plans` ranked, best first, and what was looked at.
 
-    `searched` counts legal plans whose time and per-stage memory were computed, `dismissed` legal plans inside
-    subspaces that a bound ruled out. `pareto` holds plans that no other beats in time, memory and devices at
-    once; `robust` the one whose worst case over the prediction intervals is best. `assumptions` says in words
-    what the figures rest on.
+    `searched` counts legal plans that were decided one by one: the memory of every decisive rank was computed, and the
+    time, unless the plan does not fit or a bound of its own is already too slow. `dismissed` counts legal plans in
+    subspaces that a bound ruled out. `pareto` holds plans that no other beats in time, memory and devices at once: of
+    those ranked, or of all on the numbers of nodes asked for. `robust` is the plan whose worst case over the
+    prediction intervals is best. `assumptions` says in words what the figures rest on.
     """
 
     objective: Objective

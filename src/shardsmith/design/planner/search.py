@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from shardsmith.design.cost.estimate import estimate_plan
+from shardsmith.design.cost.estimate import estimate_plans
 from shardsmith.design.cost.layouts import ORDERS, Layouts
+from shardsmith.design.cost.price import price
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject, make_subject
-from shardsmith.design.planner.bounded import Bounded, Found
+from shardsmith.design.planner.bounded import Bounded
 from shardsmith.design.planner.explain import binds, neighbours
+from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.goodput import Failures, days
 from shardsmith.design.planner.plans import setup_of
 from shardsmith.design.planner.result import Choice, Objective, SearchResult
 from shardsmith.design.planner.space import SHAPE, Space
 from shardsmith.design.planner.thumb import rule_notes
+from shardsmith.design.targets import FLOAT8
 from shardsmith.errors import Code, Fault, Refused, raise_errors
 from shardsmith.layout.check import length_faults
 from shardsmith.plan.batch import TOO_SMALL, divisors
@@ -87,6 +90,8 @@ class Question:
     objective: Objective = "fastest"
     failures: Failures = field(default_factory=Failures)
     explained: bool = True
+    fronts: tuple[int, ...] = ()
+    """Numbers of nodes whose plans that no other beats in time, memory and devices are wanted."""
 
     @property
     def base(self) -> Plan:
@@ -129,7 +134,7 @@ def fixed_fields(texts: Sequence[str]) -> dict[str, Any]:
 def size_faults(q: Question) -> list[Fault]:
     """Sizes of the question below 1, a cap without memory, and a model whose positions end before the sequence."""
     sizes = {"nodes": q.cluster.nodes, "global_batch": q.workload.global_batch, "seq_len": q.workload.seq_len}
-    sizes |= {"top": q.count}
+    sizes |= {"top": q.count, "pareto": min(q.fronts, default=1)}
     faults = [
         TOO_SMALL.fault(f"{key} = {value} is below 1", (f"--{key.replace('_', '-')}", f"{key} = {value}"), hint="1")
         for key, value in sizes.items()
@@ -170,10 +175,13 @@ def _subject(q: Question) -> Subject:
     return make_subject(q.model, q.workload, q.cluster, q.target, imbalance=q.imbalance)
 
 
+def _space(q: Question, s: Subject) -> Space:
+    assert s.cluster.devices, "a cluster of unknown size has been refused"
+    return Space(subject=s, world=s.cluster.devices, fixed=q.varied, base=q.base)
+
+
 def _run(s: Subject, q: Question, count: int | None = None) -> tuple[Found, Bounded]:
-    devices = s.cluster.devices
-    assert devices, "a cluster of unknown size has been refused"
-    space = Space(subject=s, world=devices, fixed=q.varied, base=q.base)
+    space = _space(q, s)
     bounded = Bounded(space=space, limit=q.limit, count=count or q.count)
     found = bounded.run()
     if not found.plans:
@@ -182,7 +190,7 @@ def _run(s: Subject, q: Question, count: int | None = None) -> tuple[Found, Boun
 
 
 def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: float) -> SearchResult:
-    choices = [_choice(s, q, p) for p in found.ranked()[: q.count]]
+    choices = _choices(s, q, found.ranked()[: q.count])
     if q.explained:
         first = choices[0]
         choices[0] = replace(
@@ -190,13 +198,11 @@ def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: floa
             rules=rule_notes(s, first, bounded),
             neighbours=neighbours(s, first.setup, first.estimate, q.limit),
         )
-    assert found.front is not None, "a plan that fits is on the front"
-    front = [_choice(s, q, found.front.select(np.array([i]))) for i in _spread(len(found.front), FRONT)]
     robust = min(choices, key=lambda choice: choice.estimate.interval_s[1])
     return SearchResult(
         objective=q.objective,
         plans=tuple(choices),
-        pareto=tuple(front),
+        pareto=pareto(q, choices, bounded),
         robust=robust,
         searched=found.searched,
         dismissed=found.dismissed,
@@ -207,18 +213,50 @@ def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: floa
     )
 
 
-FRONT = 8
-"""Plans shown of the front of time and memory, the fastest and the smallest among them."""
+LESS, STEPS = 0.8, 8
+"""Each plan of a front may hold this share of what the one before it holds, for so many steps."""
 
 
-def _spread(length: int, most: int) -> list[int]:
-    return sorted({round(i * (length - 1) / max(most - 1, 1)) for i in range(min(most, length))})
+def pareto(q: Question, choices: Sequence[Choice], bounded: Bounded) -> tuple[Choice, ...]:
+    """Plans that no other beats in time, memory and devices at once, fewest devices and then fastest first.
+
+    On every number of nodes in `q.fronts`: the fastest of all plans, then the fastest that holds at most 4/5 of what
+    the one before holds, and so on. Without any, those of `choices` that no other of them beats.
+    """
+    every = [] if q.fronts else list(choices)
+    for nodes in q.fronts:
+        on = q.on(nodes)
+        s = _subject(on)
+        search = bounded if nodes == q.cluster.nodes else Bounded(space=_space(on, s), limit=on.limit)
+        every += _choices(s, on, list(_smaller(search)))
+    return tuple(sorted(_unbeaten(every), key=lambda c: (c.setup.plan.world, c.estimate.step_time_s)))
 
 
-def _choice(s: Subject, q: Question, p: Layouts) -> Choice:
-    setup = setup_of(s, p, 0, q.base)
-    found = estimate_plan(s, setup)
-    return Choice(setup=setup, estimate=found, binds=binds(found, q.limit))
+def _smaller(search: Bounded) -> Iterator[Layouts]:
+    """The fastest plan of a search, then ever smaller ones, each the fastest of its size."""
+    limit = search.limit
+    for _ in range(STEPS):
+        found = search.within(limit)
+        if not found.plans:
+            return
+        (plan, *_) = found.ranked()
+        yield plan
+        limit = LESS * float(price(search.space.subject, plan, search.kinds).peak[0])
+
+
+def _unbeaten(every: Sequence[Choice]) -> list[Choice]:
+    costs = np.array([(c.estimate.step_time_s, c.estimate.peak, c.setup.plan.world) for c in every]).reshape(-1, 3)
+    return [
+        choice
+        for choice, own in zip(every, costs, strict=True)
+        if not ((costs <= own).all(axis=1) & (costs < own).any(axis=1)).any()
+    ]
+
+
+def _choices(s: Subject, q: Question, plans: Sequence[Layouts]) -> list[Choice]:
+    setups = [setup_of(s, p, 0, q.base) for p in plans]
+    estimates = estimate_plans(s, setups) if setups else ()
+    return [Choice(setup=a, estimate=e, binds=binds(e, q.limit)) for a, e in zip(setups, estimates, strict=True)]
 
 
 def _totals(q: Question, best: Choice) -> dict[str, float]:
@@ -248,20 +286,19 @@ def _nodes(q: Question) -> int:
     """
     assert q.goal_days is not None, "asked only with a goal"
     best: tuple[float, int] | None = None
-    fastest = np.inf
-    for nodes in _candidates(q):
-        found = _fastest(q.on(nodes))
+    tried = _candidates(q)
+    for nodes in tried:
+        # No more days than asked for, and no more device hours than the best so far.
+        most = q.goal_days if best is None else min(q.goal_days, best[0] / nodes)
+        devices = nodes * (q.cluster.devices_per_node or 1)
+        found = _fastest(q.on(nodes), most / train_days(q, 1.0, devices))
         if found is None:
-            continue
-        took = train_days(q, found, nodes * (q.cluster.devices_per_node or 1))
-        fastest = min(fastest, took)
-        if took > q.goal_days:
             continue
         if q.objective == "fewest":
             return nodes
-        hours = took * nodes
-        best = (hours, nodes) if best is None or hours < best[0] else best
+        best = (train_days(q, found, devices) * nodes, nodes)
     if best is None:
+        fastest = _fewest_days(q, tried)
         near = f"the fastest of them takes {fastest:.1f} days" if np.isfinite(fastest) else "none has a plan that fits"
         raise TOO_SLOW.refuse(
             f"up to {q.cluster.nodes} nodes, {near}",
@@ -270,6 +307,16 @@ def _nodes(q: Question) -> int:
             hint="more nodes, more days, or fewer tokens",
         )
     return best[1]
+
+
+def _fewest_days(q: Question, nodes: Sequence[int]) -> float:
+    """Days of the fastest plan on any of these numbers of nodes; infinity where none fits."""
+    fastest = np.inf
+    for count in reversed(nodes):
+        a_second = train_days(q, 1.0, count * (q.cluster.devices_per_node or 1))
+        found = _fastest(q.on(count), fastest / a_second)
+        fastest = fastest if found is None else found * a_second
+    return fastest
 
 
 def _candidates(q: Question) -> Sequence[int]:
@@ -298,12 +345,10 @@ def _even(q: Question, each: int) -> list[int]:
     return sorted(found)
 
 
-def _fastest(q: Question) -> float | None:
-    """Step time of the best of the usual plans; None where none is legal or fits."""
+def _fastest(q: Question, below: float = np.inf) -> float | None:
+    """Step time of the best plan; None where none is legal, fits and takes less than `below` seconds."""
     s = _subject(q)
-    assert s.cluster.devices, "a cluster of unknown size has been refused"
-    space = Space(subject=s, world=s.cluster.devices, fixed=q.varied, base=q.base).thin()
-    found = Bounded(space=space, limit=q.limit).run()
+    found = Bounded(space=_space(q, s), limit=q.limit).run(below)
     return float(found.best.min()) if found.plans else None
 
 
@@ -339,8 +384,7 @@ def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
 def _legal(s: Subject, q: Question, batch: int) -> bool:
     work = replace(s.workload, global_batch=batch)
     again = make_subject(s.model, work, s.cluster, s.target.name, imbalance=s.imbalance)
-    assert s.cluster.devices, "a cluster of unknown size has been refused"
-    return len(Space(subject=again, world=s.cluster.devices, fixed=q.varied, base=q.base).shapes) > 0
+    return len(_space(q, again).shapes) > 0
 
 
 def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
@@ -368,6 +412,11 @@ def assumptions(q: Question) -> tuple[str, ...]:
         f"{routing}; attention scores counted for the causal half; nothing computed twice counts for MFU",
         "1.5 GiB a device for contexts and communicators, and 2 % that the allocator cannot use",
     ]
+    if q.target.endswith(FLOAT8):
+        found.append(
+            "matrix products of layers in float8, cast from bfloat16 tensors; head, states, messages in bfloat16"
+        )
+        found.append("MFU is the share of the float8 peak; the plan file says bfloat16, as shardsmith train runs it")
     if q.tokens is not None:
         found.append(
             f"a device fails every {q.failures.device_hours:,.0f} hours; a checkpoint stops training for "

@@ -179,11 +179,11 @@ class Space:
         if key not in self._pipelines:
             self._pipelines[key] = [
                 (index, each, weighed)
-                for index, each in self._stages(pipeline)
-                if self._runs(index, pipeline, microbatches, each) and self._hides(index, overlap)
-                for weighed in (0, 1)
-                if (self.differs(pipeline * each) if weighed else pipeline * each <= self.subject.model.layers)
-                if self.allows("layers", "weighed" if weighed else None)
+                for index, options in self._stages(pipeline)
+                if self._hides(index, overlap)
+                for each, splits in options
+                if self._runs(index, pipeline, microbatches, each)
+                for weighed in splits
             ]
         return self._pipelines[key]
 
@@ -191,23 +191,47 @@ class Space:
     def _pipelines(self) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
         return {}
 
-    def _stages(self, pipeline: int) -> Iterator[tuple[int, int]]:
-        layers = self.subject.model.layers
-        for index, name in enumerate(SCHEDULES):
-            if not self.allows("schedule", name) or (pipeline == 1 and name != "one_f_one_b"):
-                continue
-            for each in (1, 2) if name not in ("interleaved", "looped_bfs") else range(2, (layers + 2) // pipeline + 1):
-                stated = each == orders.load(name).DEFAULT_STAGES_PER_RANK
-                fixed = self.fixed.get("stages_per_rank", each)
-                if pipeline * each <= layers + 2 and (fixed == each or (fixed is None and stated)):
-                    yield index, each
+    def _stages(self, pipeline: int) -> list[tuple[int, list[tuple[int, tuple[int, ...]]]]]:
+        """Of each schedule for so many ranks: its index, and (stages_per_rank, options of weighed)."""
+        if pipeline not in self._staged:
+            self._staged[pipeline] = [
+                (index, [(n, splits) for n in self._each(name, pipeline) if (splits := self._splittings(pipeline * n))])
+                for index, name in enumerate(SCHEDULES)
+                if self.allows("schedule", name) and (pipeline > 1 or name == "one_f_one_b")
+            ]
+        return self._staged[pipeline]
+
+    @cached_property
+    def _staged(self) -> dict[int, list[tuple[int, list[tuple[int, tuple[int, ...]]]]]]:
+        return {}
+
+    def _each(self, schedule: str, pipeline: int) -> list[int]:
+        """Stages a rank that `schedule` may have."""
+        most = (self.subject.model.layers + 2) // pipeline
+        some = range(2, most + 1) if schedule in ("interleaved", "looped_bfs") else range(1, min(2, most) + 1)
+        usual = orders.load(schedule).DEFAULT_STAGES_PER_RANK
+        if "stages_per_rank" not in self.fixed:
+            return list(some)
+        return [each for each in some if each == (self.fixed["stages_per_rank"] or usual)]
+
+    def _splittings(self, stages: int) -> tuple[int, ...]:
+        """Whether layers can be spread evenly (0) over so many stages, and weighed (1)."""
+        even = stages <= self.subject.model.layers and self.allows("layers", None)
+        weighed = self.allows("layers", "weighed") and self.differs(stages)
+        return (*((0,) if even else ()), *((1,) if weighed else ()))
 
     def _runs(self, index: int, pipeline: int, microbatches: int, each: int) -> bool:
         key = (index, pipeline, microbatches, each)
         if key not in self._ran:
-            sizes = {"pipeline": pipeline, "microbatches": microbatches, "stages_per_rank": each}
-            self._ran[key] = not orders.load(SCHEDULES[index]).faults(**sizes, source="plan")
+            schedule = self._schedules[index]
+            self._ran[key] = not schedule.faults(
+                pipeline=pipeline, microbatches=microbatches, stages_per_rank=each, source="plan"
+            )
         return self._ran[key]
+
+    @cached_property
+    def _schedules(self) -> list[orders.Schedule]:
+        return [orders.load(name) for name in SCHEDULES]
 
     @cached_property
     def _ran(self) -> dict[tuple[int, int, int, int], bool]:
@@ -247,18 +271,27 @@ class Space:
         """
         key = tuple(degrees)
         if key not in self._placements:
-            widest = max((link.size for link in self.subject.cluster.levels if link.size), default=1)
-            sizes = dict(zip(ORDER_AXES, degrees, strict=True))
             seen: dict[tuple[int, ...], int] = {}
-            for index, order in enumerate(ORDERS):
-                if self.allows("order", order):
-                    stride, strides = 1, dict.fromkeys(ORDER_AXES, 0)
-                    for axis in order.split("-"):
-                        strides[axis] = min(stride, widest) if sizes[axis] > 1 else 0
-                        stride *= sizes[axis]
-                    seen.setdefault(tuple(strides.values()), index)
+            for index, axes in self._orders:
+                stride, strides = 1, [0] * len(degrees)
+                for axis in axes:
+                    if degrees[axis] > 1:
+                        strides[axis] = min(stride, self._widest)
+                        stride *= degrees[axis]
+                seen.setdefault(tuple(strides), index)
             self._placements[key] = list(seen.values())
         return self._placements[key]
+
+    @cached_property
+    def _widest(self) -> int:
+        """Ranks of the widest domain beyond which all links are alike."""
+        return max((link.size for link in self.subject.cluster.levels if link.size), default=1)
+
+    @cached_property
+    def _orders(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Index of each allowed order, and its axes as places in ORDER_AXES."""
+        every = [(i, order) for i, order in enumerate(ORDERS) if self.allows("order", order)]
+        return [(i, tuple(ORDER_AXES.index(axis) for axis in order.split("-"))) for i, order in every]
 
     @cached_property
     def _placements(self) -> dict[tuple[int, ...], list[int]]:

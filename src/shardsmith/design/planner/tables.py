@@ -6,145 +6,238 @@ above, so they are listed once for many rows, and only multiplied out for rows t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array
-from shardsmith.design.cost.layouts import Layouts
-from shardsmith.design.planner.space import SHAPE, Index, Space
+from shardsmith.design.cost.layouts import COLUMNS, Layouts
+from shardsmith.design.planner.space import DEGREES, SHAPE, Index, Space
+
+BLOCK = 12_000
+"""Plans priced at once: what they need stays in the cache of one core."""
 
 Options = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frames:
-    """Frames as layouts, the row of their shape, and how many plans each stands for."""
+    """Frames as layouts, the `group` of degrees that each belongs to, how many plans it stands for, and the seconds
+    that none of them goes below (`bounds`, 0 where nobody has looked).
+    """
 
     layouts: Layouts
-    shape: Index
+    group: Index
     below: Array
+    bounds: Array
 
     def __len__(self) -> int:
-        return len(self.shape)
+        return len(self.group)
 
-    def select(self, which: NDArray[np.bool_]) -> Frames:
-        """The frames that the mask `which` names."""
-        return Frames(layouts=self.layouts.select(which), shape=self.shape[which], below=self.below[which])
+    def select(self, which: NDArray[np.bool_] | Index) -> Frames:
+        """The frames that `which` names, in its order."""
+        return Frames(
+            layouts=self.layouts.select(which),
+            group=self.group[which],
+            below=self.below[which],
+            bounds=self.bounds[which],
+        )
 
 
 def frames_of(space: Space) -> Frames:
     """Every frame of `space`."""
-    shapes = space.shapes
-    found = _expand(shapes[:, 5:6], 2, lambda row: space.cuts(row[0]))
-    at, cut = found.parent, found.values
-    columns = dict(zip(SHAPE, shapes[at].T, strict=True))
-    count, one = len(at), np.ones(len(at))
-    layouts = Layouts(
-        **columns,
-        replicate=one,
-        order=one * 0.0,
-        zero=one * 0.0,
-        per_step=one * 0.0,
-        schedule=one,
-        stages_per_rank=one,
-        weighed=one * 0.0,
-        microbatch=cut[:, 0],
-        microbatches=cut[:, 1],
-        sequence_parallel=one * 0.0,
-        recompute=one * 0.0,
-        overlap=one * 0.0,
-        chunk=np.full(count, float(space.base.loss_chunk or 0)),
-    )
-    return Frames(layouts=layouts, shape=at, below=_below(space, layouts))
+    shapes = dict(zip(SHAPE, space.shapes.T, strict=True))
+    found = choices([shapes["data"]], 2, lambda row: space.cuts(row[0]))
+    at, entry = found.expand()
+    rest = dict.fromkeys([name for name in COLUMNS if name not in SHAPE], np.zeros(len(space.shapes)))
+    rest |= dict.fromkeys(("replicate", "schedule", "stages_per_rank"), np.ones(len(space.shapes)))
+    rest["chunk"] = np.full(len(space.shapes), float(space.base.loss_chunk or 0))
+    each = Layouts(**rest | shapes)
+    layouts = each.select(at).with_(microbatch=found.values[entry, 0], microbatches=found.values[entry, 1])
+    group = distinct([shapes[name] for name in DEGREES]).place[at]
+    below = _ends(space, each)[at] * _ways(space, layouts)
+    return Frames(layouts=layouts, group=group, below=below, bounds=np.zeros(len(at)))
 
 
-def _below(space: Space, p: Layouts) -> Array:
-    """Plans that each frame stands for."""
-    keys = np.stack([p.tensor, p.context, p.data, p.pipeline, p.microbatches, p.expert * p.expert_tensor], axis=1)
-    unique, place = distinct(keys)
-    ways: dict[tuple[int, int, int, int], int] = {}
-    counts = []
-    for t, c, d, n, m, e in unique.astype(int).tolist():
-        if (t, c, n, m) not in ways:
-            ways[t, c, n, m] = sum(len(space.pipelines(n, m, overlap)) for _, _, overlap in space.inner(t, c))
-        counts.append(len(space.placements((t, c, d, n))) * ways[t, c, n, m] * len(space.sharding(t, c, d, e)))
-    return np.array(counts, dtype=float)[place]
+def _ends(space: Space, p: Layouts) -> Array:
+    """Placements of each shape, times ways to shard its states."""
+    placed = choices([p.tensor, p.context, p.data, p.pipeline], 1, lambda row: [(i,) for i in space.placements(row)])
+    return np.asarray(placed.counts * sharded(space, p)[0].counts, dtype=np.float64)
 
 
-def distinct(rows: Array) -> tuple[Array, Index]:
-    """The different ones among `rows` of whole numbers, and which of them each row is."""
-    code = np.zeros(len(rows), dtype=np.int64)
-    for column in rows.T.astype(np.int64):
-        _, code = np.unique(code * (int(column.max(initial=0)) + 1) + column, return_inverse=True)
-    _, first, place = np.unique(code, return_index=True, return_inverse=True)
-    return rows[first], place.reshape(-1)
+def _ways(space: Space, p: Layouts) -> Array:
+    """Ways to run the layers of each frame, with every schedule that goes with each."""
+    layers = choices([p.tensor, p.context], 3, lambda row: space.inner(*row))
+    cut, ways = distinct([p.pipeline, p.microbatches]), np.zeros(len(p))
+    sizes = [p.pipeline[cut.first].astype(int).tolist(), p.microbatches[cut.first].astype(int).tolist()]
+    for overlap in np.unique(layers.values[:, 2]).astype(int).tolist():
+        alike = layers.sums(layers.values[:, 2] == overlap)
+        ways += alike * np.array([len(space.pipelines(n, m, overlap)) for n, m in zip(*sizes, strict=True)])[cut.place]
+    return ways
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expanded:
-    """Rows multiplied out: the row that each came from, and the option that it takes."""
+class Distinct:
+    """The different ones of some rows: the `first` row of each, and the `place` among them of every row."""
 
-    parent: Index
+    first: Index
+    place: Index
+
+
+def distinct(columns: Sequence[NDArray[Any]]) -> Distinct:
+    """The different rows of `columns`, which hold whole numbers from 0 on. Sorts nothing where numbers are small."""
+    code, kinds = np.zeros(len(columns[0]), dtype=np.intp), 1
+    for column in columns:
+        number = column.astype(np.intp)
+        place, count = _ranked(number, int(number.max(initial=0)) + 1)
+        if count > 1:
+            code, kinds = code * count + place, kinds * count
+        if kinds > LARGEST_CODE:
+            code, kinds = _ranked(code, kinds)
+    place, count = _ranked(code, kinds)
+    first = np.empty(count, dtype=np.intp)
+    first[place[::-1]] = np.arange(len(place))[::-1]
+    return Distinct(first=first, place=place)
+
+
+LARGEST_CODE = 2**40
+"""A code of several columns stays below this times the number of one column's values, so that it fits 64 bits."""
+
+
+def _ranked(number: Index, limit: int) -> tuple[Index, int]:
+    """The rank of each of these numbers below `limit` among the different ones, and how many those are."""
+    if limit > 8 * len(number) + 4096:
+        found, place = np.unique(number, return_inverse=True)
+        return place.reshape(-1), len(found)
+    there = np.zeros(limit, dtype=np.intp)
+    there[number] = 1
+    ranks = np.cumsum(there)
+    return ranks[number] - 1, int(ranks[-1]) if limit else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The options of many rows, listed once for all rows that have the same.
+
+    Options stand in `values`, one a row; those of the `owner`-th kind of rows are `sizes[owner]` from `starts[owner]`
+    on. `rows` says which are the different rows and of which kind each is.
+    """
+
+    rows: Distinct
     values: Array
+    sizes: Index
+    starts: Index
+
+    @property
+    def counts(self) -> Index:
+        """Options of each row."""
+        return self.sizes[self.rows.place]
+
+    @property
+    def owner(self) -> Index:
+        """The kind of rows of every option."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+    def expand(self, which: Index | slice = slice(None)) -> tuple[Index, Index]:
+        """The rows `which` with each of their options: position in `which`, and row of `values`."""
+        return self.expand_kinds(self.rows.place[which])
+
+    def expand_kinds(self, kinds: Index) -> tuple[Index, Index]:
+        """As `expand`, of rows of these `kinds`."""
+        counts = self.sizes[kinds]
+        parent = np.repeat(np.arange(len(kinds)), counts)
+        # Where the options of each begin, less what stands before them here.
+        return parent, np.repeat(self.starts[kinds] - np.cumsum(counts) + counts, counts) + np.arange(len(parent))
+
+    def sums(self, of: NDArray[np.bool_] | Array) -> Array:
+        """The sum of `of`, a number an option, over the options of each row."""
+        found = np.bincount(self.owner, weights=of, minlength=len(self.sizes))
+        return np.asarray(found[self.rows.place], dtype=np.float64)
+
+    def least(self, of: Array) -> Array:
+        """The least of `of`, a number an option, for every kind of rows; infinity without options."""
+        found = np.full(len(self.sizes), np.inf)
+        some = self.sizes > 0
+        if some.any():
+            found[some] = np.minimum.reduceat(of, self.starts[some])
+        return found
 
 
-def _expand(rows: Array, width: int, options: Callable[[list[int]], Options]) -> Expanded:
-    """Each row of whole numbers with each of its options of `width` numbers, in order."""
-    unique, place = distinct(rows)
-    lists = [options(row) for row in unique.astype(int).tolist()]
-    flat = np.array([entry for found in lists for entry in found], dtype=float).reshape(-1, width)
+def choices(columns: Sequence[Array], width: int, options: Callable[[list[int]], Options]) -> Choices:
+    """The options, of `width` numbers each, of rows of whole numbers."""
+    rows = distinct(columns)
+    kinds = np.stack([column[rows.first] for column in columns], axis=1).astype(int).tolist()
+    lists = [options(kind) for kind in kinds]
     sizes = np.array([len(found) for found in lists], dtype=np.intp)
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.intp) if len(sizes) else sizes
-    counts = sizes[place] if len(place) else np.empty(0, dtype=np.intp)
-    parent = np.repeat(np.arange(len(place)), counts)
-    within = np.arange(len(parent)) - np.repeat(np.cumsum(counts) - counts, counts)
-    values = flat[np.repeat(starts[place], counts) + within] if len(parent) else flat[:0]
-    return Expanded(parent=parent, values=values)
+    values = np.array([entry for found in lists for entry in found], dtype=float).reshape(-1, width)
+    return Choices(rows=rows, values=values, sizes=sizes, starts=np.cumsum(sizes) - sizes)
 
 
 def layered(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     """Layouts with each way to run a layer, and the row that each came from."""
-    found = _expand(np.stack([p.tensor, p.context], axis=1), 3, lambda row: space.inner(*row))
-    split, again, overlap = found.values.T
-    out = replace(p.select(found.parent), sequence_parallel=split, recompute=again, overlap=overlap)
-    return out, found.parent
+    found = choices([p.tensor, p.context], 3, lambda row: space.inner(*row))
+    parent, entry = found.expand()
+    split, again, overlap = found.values[entry].T
+    return p.select(parent).with_(sequence_parallel=split, recompute=again, overlap=overlap), parent
 
 
 def placed(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     """Layouts in each placement that differs, and the row that each came from."""
-    keys = np.stack([p.tensor, p.context, p.data, p.pipeline], axis=1)
-    found = _expand(keys, 1, lambda row: [(i,) for i in space.placements(row)])
-    return replace(p.select(found.parent), order=found.values[:, 0]), found.parent
+    keys = [p.tensor, p.context, p.data, p.pipeline]
+    found = choices(keys, 1, lambda row: [(i,) for i in space.placements(row)])
+    parent, entry = found.expand()
+    return p.select(parent).with_(order=found.values[entry, 0]), parent
 
 
-def scheduled(space: Space, p: Layouts) -> tuple[Layouts, Index]:
-    """Layouts under each schedule, and the row that each came from."""
-    keys = np.stack([p.pipeline, p.microbatches, p.overlap], axis=1)
-    found = _expand(keys, 3, lambda row: space.pipelines(*row))
-    schedule, each, weighed = found.values.T
-    out = replace(p.select(found.parent), schedule=schedule, stages_per_rank=each, weighed=weighed)
-    return out, found.parent
+def scheduled(space: Space, p: Layouts) -> Iterator[tuple[Layouts, Index]]:
+    """Layouts under each schedule, some rows at a time, and the row that each came from."""
+    found = choices([p.pipeline, p.microbatches, p.overlap], 3, lambda row: space.pipelines(*row))
+    for part in parts_of(found.counts):
+        parent, entry = found.expand(part)
+        schedule, each, weighed = found.values[entry].T
+        rows = parent + part.start
+        yield p.select(rows).with_(schedule=schedule, stages_per_rank=each, weighed=weighed), rows
 
 
-def sharded(space: Space, p: Layouts) -> tuple[Layouts, Index]:
-    """Layouts at each ZeRO level, gathering and number of replicas, and the row that each came from."""
-    keys = np.stack([p.tensor, p.context, p.data, p.expert * p.expert_tensor], axis=1)
-    found = _expand(keys, 3, lambda row: space.sharding(*row))
-    zero, step, copies = found.values.T
-    return replace(p.select(found.parent), zero=zero, per_step=step, replicate=copies), found.parent
+def parts_of(counts: Index) -> Iterator[slice]:
+    """Slices of rows that make about `BLOCK` options together, of `counts` each."""
+    ends, start = np.cumsum(counts), 0
+    while start < len(counts):
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK, side="right")))
+        yield slice(start, stop)
+        start = stop
+
+
+def sharded(space: Space, p: Layouts, *also: Array) -> tuple[Choices, Layouts]:
+    """The ways to shard the states of some plans, as choices of kinds of plans, and as layouts of one of each kind.
+
+    Plans of a kind agree in the degrees that decide the options, and in the columns `also`.
+    """
+    keys = [p.tensor, p.context, p.data, p.expert * p.expert_tensor, *also]
+    found = choices(keys, 3, lambda row: space.sharding(*row[:4]))
+    return found, with_options(p.select(found.rows.first[found.owner]), found.values)
+
+
+def with_options(p: Layouts, values: Array) -> Layouts:
+    """Plans with ZeRO level, gathering and number of replicas as `values` say, one row a plan."""
+    zero, step, copies = values.T
+    return p.with_(zero=zero, per_step=step, replicate=copies)
 
 
 def everything(space: Space) -> Layouts:
-    """Every plan of a small space, multiplied out: for tests and for a search without bounds."""
+    """Every plan of a small space, multiplied out: for tests."""
     p, _ = layered(space, frames_of(space).layouts)
     p, _ = placed(space, p)
-    p, _ = scheduled(space, p)
-    return sharded(space, p)[0]
+    p = joined([part for part, _ in scheduled(space, p)])
+    found, _ = sharded(space, p)
+    parent, entry = found.expand()
+    return with_options(p.select(parent), found.values[entry])
 
 
 def joined(parts: Sequence[Layouts]) -> Layouts:
     """Layouts one after another."""
-    return Layouts(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Layouts)})
+    return Layouts(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS})

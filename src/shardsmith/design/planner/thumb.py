@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,18 +81,14 @@ THUMBS = (
 )
 
 
-def _otherwise(s: Subject, thumb: Thumb, follows: bool, p: Layouts) -> Mask:
-    return np.not_equal(thumb.follows(s, p), follows)
-
-
 def rule_notes(s: Subject, best: Choice, bounded: Bounded) -> tuple[RuleNote, ...]:
     """Every rule that applies, with the best of the usual plans that decides otherwise."""
-    chosen, notes = bounded.layouts_of(best.setup), []
-    for thumb in THUMBS:
-        if not thumb.applies(s):
-            continue
-        follows = bool(thumb.follows(s, chosen)[0])
-        found = bounded.best_where(partial(_otherwise, s, thumb, follows))
+    chosen, frames, notes = bounded.layouts_of(best.setup), bounded.frames.layouts, []
+    thumbs = [thumb for thumb in THUMBS if thumb.applies(s)]
+    followed = [bool(thumb.follows(s, chosen)[0]) for thumb in thumbs]
+    rivals = bounded.rivals([thumb.follows(s, frames) != own for thumb, own in zip(thumbs, followed, strict=True)])
+    for at, (thumb, follows) in enumerate(zip(thumbs, followed, strict=True)):
+        found = rivals.best_of(at)
         verdict, against = ("followed", "otherwise") if follows else ("beaten", "by the rule")
         if found is None:
             text = f"{thumb.says}: nothing that does {against} is legal and fits"

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.collectives import Group, all_reduce, one_way, reach
-from shardsmith.design.cost.experts import expert_weights, experts
+from shardsmith.design.cost.experts import exchange, expert_weights
 from shardsmith.design.cost.kernels import layer, layer_weights
 from shardsmith.design.cost.layouts import batch_of, layouts_of
 from shardsmith.design.cost.pipeline import hop
@@ -63,8 +63,8 @@ def plan_lengths(s: Subject, setup: Setup, slow: Mapping[int, float] | None = No
     both = b.select(np.zeros(2, dtype=np.intp))
     kinds = replace(both, moe_layers=np.array([0.0, 1.0]) * s.model.layers)
     c, moe = s.constants, np.array([0.0, 1.0])
-    exchange = moe * kinds.halves * 2.0 * experts(kinds, c).exchange * (1.0 - kinds.overlap_expert)
-    tensor = kinds.halves * 2.0 * tensor_time(kinds, c)
+    dispatched = moe * kinds.halves * 2.0 * exchange(kinds, c) * (1.0 - kinds.overlap_expert)
+    tensor = tensor_time(kinds, c)
     compute = layer(kinds, c)
     ring = ring_time(kinds, c, compute)
     found = _Model(
@@ -73,9 +73,9 @@ def plan_lengths(s: Subject, setup: Setup, slow: Mapping[int, float] | None = No
         constants=c,
         one=one_pass(kinds, c),
         inside={
-            "tensor": (tensor, kinds.halves * tensor_backward(kinds, c, compute)),
+            "tensor": (kinds.halves * 2.0 * tensor, kinds.halves * tensor_backward(kinds, c, compute, tensor)),
             "context": (kinds.halves * ring[0], kinds.halves * ring[1]),
-            "expert": (exchange, exchange),
+            "expert": (dispatched, dispatched),
         },
         gather=gather_layer(kinds, c, kinds.gather_bytes),
         weights=layer_weights(kinds) / kinds.tensor,

@@ -65,7 +65,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One framework in one mode of use, with where its figures come from; `overlaps` are policies that it offers."""
+    """One framework in one mode of use, with where its figures come from; `overlaps` are policies that it offers.
+
+    `float8` says that the matrix products of layers run in float8, from 16-bit tensors that are cast for them.
+    """
 
     name: str
     origin: str
@@ -98,7 +101,12 @@ class Target:
     overlap_expert: float = 0.0
     recompute_gemm_unstated: float = 0.0
     overlaps: tuple[Overlap, ...] = ()
+    float8: bool = False
     memory: Memory
+
+
+FLOAT8 = ":float8"
+"""What is put behind a target's name for matrix products in float8."""
 
 
 def target_names() -> tuple[str, ...]:
@@ -108,10 +116,14 @@ def target_names() -> tuple[str, ...]:
 
 @cache
 def target_named(name: str) -> Target:
-    """The target `name`. Raises `Refused` (X351) for a name that no file has."""
-    if name not in target_names():
-        raise UNKNOWN_TARGET.refuse(f"there is no target {name!r}", hint=did_you_mean(name, target_names()))
-    data = {"name": name} | read_toml(_folder() / f"{name}.toml")
+    """The target `name`, or with `:float8` behind it the same with products of layers in float8.
+
+    Raises `Refused` (X351) for a name that no file has.
+    """
+    base = name.removesuffix(FLOAT8)
+    if base not in target_names():
+        raise UNKNOWN_TARGET.refuse(f"there is no target {name!r}", hint=did_you_mean(base, target_names()))
+    data = {"name": name, "float8": name.endswith(FLOAT8)} | read_toml(_folder() / f"{base}.toml")
     return parse_table(Target, data, source=f"target {name}", section="")
 
 

@@ -61,6 +61,8 @@ def load(name: str) -> Schedule:
     Raises `Refused`: S001 with close matches for an unknown name; F301, F302 or the S codes of the
     legality check for a grid file that cannot be read or is not legal.
     """
+    if name in names():
+        return _built_in(name)
     if name.startswith(FILE_PREFIX):
         from shardsmith.schedule.grid_file import GridFile
 
@@ -72,12 +74,15 @@ def load(name: str) -> Schedule:
         from shardsmith.schedule.orders.interleaved import Grouped
 
         return Grouped(group=int(group))
-    if name not in names():
-        spelled = name.lower().replace("-", "_").replace("1", "one_")
-        close = difflib.get_close_matches(spelled, (*names(), *asynchronous_names()), n=2, cutoff=0.4)
-        every = ", ".join((*names(), *asynchronous_names(), "file:PATH"))
-        hint = f"did you mean {' or '.join(close)}? (all: {every})" if close else f"one of {every}"
-        raise UNKNOWN.refuse(f"no schedule is called {name!r}", hint=hint)
+    spelled = name.lower().replace("-", "_").replace("1", "one_")
+    close = difflib.get_close_matches(spelled, (*names(), *asynchronous_names()), n=2, cutoff=0.4)
+    every = ", ".join((*names(), *asynchronous_names(), "file:PATH"))
+    hint = f"did you mean {' or '.join(close)}? (all: {every})" if close else f"one of {every}"
+    raise UNKNOWN.refuse(f"no schedule is called {name!r}", hint=hint)
+
+
+@cache
+def _built_in(name: str) -> Schedule:
     return cast(Schedule, import_module(f"{__name__}.{name}"))
 
 

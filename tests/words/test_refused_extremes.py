@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardsmith.cli.main import main
+from shardsmith.layout.check import check as faults_of
+from shardsmith.plan.file import make_setup, parse_plan_line
 from shardsmith.schedule.check import check
 from shardsmith.schedule.orders import build
 
@@ -45,6 +47,49 @@ def test_a_plan_that_names_itself_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('plan = "job.toml"\n')
     assert codes("check", str(path)) == ["F209"]
+
+
+def test_links_in_a_circle_are_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.symlink_to(path)
+    assert codes("check", str(path)) == ["F110"]
+
+
+@pytest.mark.parametrize("rate", ["1.0", "1.5", "-0.1"])
+@pytest.mark.parametrize("key", ["dropout", "attention_dropout"])
+def test_more_than_everything_is_not_dropped(key: str, rate: str) -> None:
+    assert codes("check", "--plan", "data=2", "--set", f"model.{key}={rate}") == ["M110"]
+
+
+def test_a_batch_that_does_not_divide_hides_no_other_fault() -> None:
+    plan = "tensor=3,overlap=half_microbatches,microbatch=3,microbatches=3"
+    found = codes("check", "--plan", plan, "--global-batch", "5")
+    assert {"B202", "T203", "T204", "T205"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "hint", "changes"),
+    [
+        ("pipeline=3,schedule=interleaved", "P301", "pipeline = 2, or layers = 0+1+1+1+1+0 (embedding", "pipeline=2"),
+        ("pipeline=6,layers=1+1+1+0+0+1", "P304", "layers = 0+1+1+1+1+0 (embedding", "layers=0+1+1+1+1+0"),
+        (
+            "data=2,expert=8,expert_tensor=3",
+            "E103",
+            "expert = 1 with expert_tensor = 1 or 2",
+            "expert=1,expert_tensor=2",
+        ),
+        ("data=2,expert=2,expert_tensor=4", "E103", "expert_tensor = 1", "expert_tensor=1"),
+        ("tensor=2,overlap=weight_gradient,schedule=zb_h1", "T304", "leave overlap out, or schedule", "overlap="),
+        ("tensor=2,overlap=chunks,schedule=zb_h1", "T306", "leave overlap out", "overlap="),
+    ],
+)
+def test_a_hint_cures_its_fault(line: str, code: str, hint: str, changes: str) -> None:
+    """On tiny-moe: 4 layers, 4 experts of width 96."""
+    setup = make_setup(plan=line, model="tiny-moe")
+    assert {fault.hint[: len(hint)] for fault in faults_of(setup) if fault.code == code} == {hint}
+    stated = parse_plan_line(changes)
+    cured = setup.with_plan(**{key.split("=")[0]: getattr(stated, key.split("=")[0]) for key in changes.split(",")})
+    assert [fault.message for fault in faults_of(cured) if fault.severity == "error"] == []
 
 
 def test_what_cannot_be_written_is_refused_in_one_object(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shardsmith.errors import Code, Fault
-from shardsmith.plan.batch import batching
+from shardsmith.plan.batch import batch_faults, batching
 from shardsmith.plan.setup import Setup
 
 ALONE = Code(
@@ -89,7 +89,8 @@ def overlap_faults(setup: Setup) -> list[Fault]:
         message = f"overlap = {named}, but tensor = 1"
         hint = "tensor = 2 or more, or leave overlap out"
         faults.append(ALONE.fault(message, *said, *setup.said("plan.tensor"), hint=hint))
-    if "half_microbatches" in plan.overlap and batching(plan, setup.workload).microbatch % 2:
+    whole = not batch_faults(plan, setup.workload, setup.origin)
+    if "half_microbatches" in plan.overlap and whole and batching(plan, setup.workload).microbatch % 2:
         size = batching(plan, setup.workload).microbatch
         message = f"half_microbatches, but a microbatch has {size} sequence{'s' if size > 1 else ''}"
         values = setup.said("plan.microbatch", "plan.microbatches", "workload.global_batch")
@@ -99,12 +100,14 @@ def overlap_faults(setup: Setup) -> list[Fault]:
         faults.append(HALVES_AND_CHUNKS.fault(message, *said, hint="one of the two"))
     if "weight_gradient" in plan.overlap and plan.schedule in SPLIT_SCHEDULES:
         message = f"weight_gradient, but {plan.schedule} puts weight gradients off"
-        hint = "overlap = chunks or half_microbatches, or schedule = one_f_one_b"
+        plain = setup.model.experts is None and setup.model.latent is None
+        hint = ("overlap = chunks" if plain else "leave overlap out") + ", or schedule = one_f_one_b"
         faults.append(NOTHING_BEHIND.fault(message, *said, *setup.said("plan.schedule"), hint=hint))
     special = [key for key in ("experts", "latent") if getattr(setup.model, key) is not None]
     if special and {"half_microbatches", "chunks"} & set(plan.overlap):
         message = f"overlap = {named}, but {setup.model.name} has {' and '.join(_SPECIAL[key] for key in special)}"
-        faults.append(MIXED.fault(message, *said, hint="overlap = weight_gradient, or leave overlap out"))
+        left = "leave overlap out" if plan.schedule in SPLIT_SCHEDULES else "overlap = weight_gradient, or leave it out"
+        faults.append(MIXED.fault(message, *said, hint=left))
     if plan.compile:
         message = f"overlap = {named} in compiled blocks"
         faults.append(COMPILED.fault(message, *said, *setup.said("plan.compile"), hint="compile = false"))

@@ -9,6 +9,7 @@ with overrides, or all keys of ClusterSpec; left out, it is `local`. A job may n
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -184,7 +185,8 @@ def make_setup(
 
 def file_tables(path: str | Path, faults: list[Fault], within: tuple[Path, ...] = ()) -> Tables:
     """The tables of a file, those of the plan file that it names included; `within` are the files that led here."""
-    if Path(path).resolve() in within:
+    real = Path(os.path.realpath(path))  # unlike Path.resolve, no error where links run in a circle
+    if real in within:
         chain = " -> ".join(str(file) for file in (*within, path))
         raise CIRCLE.refuse(f"{path} names itself as its plan", ("files", chain), hint="a [plan] table of its own")
     data = read_toml(path)
@@ -193,7 +195,7 @@ def file_tables(path: str | Path, faults: list[Fault], within: tuple[Path, ...] 
     if not isinstance(named, str):
         return tables
     del tables.tables["plan"]
-    inner = file_tables(tables.folder / named, faults, (*within, Path(path).resolve()))
+    inner = file_tables(tables.folder / named, faults, (*within, real))
     for section in tables.tables.keys() & inner.tables.keys():
         message = f"[{section}] stands in {path} and in the plan file that it names"
         values = ((str(path), f"[{section}]"), (inner.source, f"[{section}]"))

@@ -180,7 +180,10 @@ def stage_faults(setup: Setup) -> list[Fault]:
         return _balance_warning(setup, count) if plan.layers is None else []
     each = stages_per_rank(plan)
     hints = [f"pipeline = {model.layers // each}"] if model.layers >= each else []
-    hints += [f"stages_per_rank = {model.layers // plan.pipeline}"] if each > model.layers // plan.pipeline > 0 else []
+    fewer = model.layers // plan.pipeline
+    hints += (
+        [f"stages_per_rank = {fewer}"] if each > fewer >= orders.load(plan.schedule).DEFAULT_STAGES_PER_RANK else []
+    )
     said = setup.said("plan.pipeline", "plan.schedule", "model.layers")
     message = f"pipeline x stages per rank = {plan.pipeline} x {each} = {count} stages for {model.layers} layers"
     return [TOO_MANY_STAGES.fault(message, *said, hint=", or ".join([*hints, _spread_hint(model.layers, count)]))]
@@ -198,19 +201,20 @@ def _spread_hint(layers: int, count: int) -> str:
 def _list_faults(setup: Setup, counts: tuple[int, ...], count: int) -> list[Fault]:
     model, said = setup.model, setup.said("plan.layers")
     faults = []
-    even = "+".join(map(str, even_layers(model.layers, count)))
+    even = "layers = " + "+".join(map(str, even_layers(model.layers, count)))
+    hint = even if count <= model.layers else _spread_hint(model.layers, count)
     if len(counts) != count:
         message = f"layers names {len(counts)} stages, but pipeline x stages per rank = {count}"
         values = (*said, *setup.said("plan.pipeline", "plan.stages_per_rank"))
-        faults.append(LAYERS_LENGTH.fault(message, *values, hint=f"layers = {even}"))
+        faults.append(LAYERS_LENGTH.fault(message, *values, hint=hint))
     if sum(counts) != model.layers:
         message = f"layers adds up to {sum(counts)}, but {model.name} has {model.layers} layers"
-        faults.append(LAYERS_SUM.fault(message, *said, *setup.said("model.layers"), hint=f"layers = {even}"))
+        faults.append(LAYERS_SUM.fault(message, *said, *setup.said("model.layers"), hint=hint))
     for index, layers in enumerate(counts):
         ends = index in (0, len(counts) - 1)
         if layers < 0 or (layers == 0 and not ends):
             message = f"stage {index} would hold {layers} layers"
-            faults.append(EMPTY_STAGE.fault(message, *said, hint=f"layers = {even}"))
+            faults.append(EMPTY_STAGE.fault(message, *said, hint=hint))
     return faults
 
 

@@ -116,7 +116,7 @@ def _optimisation(found: _Judge, o: Optimisation, run: Run) -> None:
     found.within(at + "momentum", 0 <= o.momentum < 1, "0 or more and below 1")
     found.within(at + "weight_decay", o.weight_decay >= 0, "0 or more")
     found.within(at + "clip", o.clip >= 0, "0 (never) or more")
-    found.within(at + "min_lr", 0 <= o.min_lr <= o.lr, f"0 to {o.lr} (lr)")
+    found.within(at + "min_lr", 0 <= o.min_lr <= max(o.lr, 0.0), f"0 to {max(o.lr, 0.0)} (lr)")
     found.within(at + "warmup_steps", 0 <= o.warmup_steps <= run.steps, f"0 to {run.steps} (steps)")
     found.within(at + "decay_steps", o.decay_steps is None or o.decay_steps >= 1, "1 or more")
     if o.schedule == "wsd" and o.decay_steps and o.warmup_steps + decay_length(o, run.steps) > run.steps:

@@ -54,11 +54,17 @@ LATENT = Code(
     because="every head has its own nope + rope channels and its own key and value, made from a latent without biases",
 )
 
+DROPOUT = Code(
+    code="M110",
+    title="a share of dropped elements outside 0 to 1",
+    because="the rest is scaled by 1 / (1 - dropout), and of all elements dropped nothing is left to scale",
+)
+
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "norm_eps", "init_std")
 
 
 def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
-    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M109); empty for a sound model."""
+    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M110); empty for a sound model."""
     faults = [
         POSITIVE_SIZE.fault(f"{name} must be greater than zero", (source, f"{name} = {getattr(spec, name)}"))
         for name in _SIZES
@@ -78,6 +84,11 @@ def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
     if spec.window is not None and spec.window < 1:
         said = (source, f"window = {spec.window}")
         faults.append(WINDOW.fault("window must be 1 or more", said, hint="leave window out, or window = 4096"))
+    faults += [
+        DROPOUT.fault(f"{name} must be 0 or more and below 1", (source, f"{name} = {value}"), hint=f"{name} = 0.1")
+        for name, value in (("dropout", spec.dropout), ("attention_dropout", spec.attention_dropout))
+        if not 0 <= value < 1
+    ]
     faults += _expert_faults(spec, source) + _latent_faults(spec, source)
     return faults + (_rope_faults(spec, source) if spec.positions == "rope" else _learned_faults(spec, source))
 

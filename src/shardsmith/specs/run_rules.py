@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from shardsmith.errors import Code, Fault
 from shardsmith.specs.job import Run
@@ -54,7 +54,7 @@ def run_faults(run: Run, source: str = "job") -> list[Fault]:
     if not run.folder.strip():
         hint = 'run.folder = "runs/first"'
         faults.append(NO_FOLDER.fault("run.folder is empty", (source, f'folder = "{run.folder}"'), hint=hint))
-    if run.init and Path(run.init).resolve() == Path(run.folder).resolve():
+    if run.init and os.path.realpath(run.init) == os.path.realpath(run.folder):
         said = ((source, f'init = "{run.init}"'), (source, f'folder = "{run.folder}"'))
         hint = "another run.folder; or leave init out, to go on from the newest checkpoint there"
         faults.append(TWO_BEGINNINGS.fault("the run would overwrite the weights that it begins with", *said, hint=hint))

@@ -106,11 +106,13 @@ def _passing_on() -> Iterator[Callable[[], bool]]:
 
     def handler(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        if len(came) > 1:
-            raise SignalException("a second SIGTERM", signal.Signals(number))
+        again = len(came) > 1
         for child in multiprocessing.active_children():
             with suppress(ProcessLookupError):
-                os.kill(child.pid or 0, number)
+                # To a rank that trains, SIGTERM is a request, however often it comes; SIGINT ends it.
+                os.kill(child.pid or 0, signal.SIGINT if again else number)
+        if again:
+            raise SignalException("a second SIGTERM", signal.Signals(number))
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

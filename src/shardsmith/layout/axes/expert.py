@@ -228,7 +228,7 @@ def expert_faults(setup: Setup) -> list[Fault]:
         return _dense_faults(setup)
     faults: list[Fault] = []
     legal = legal_expert_degrees(plan, setup.model)
-    hint = f"expert = {_listed(legal)}" if legal else f"expert_tensor = {_listed(divisors(_carved(plan)))}"
+    hint = f"expert = {_listed(legal)}" if legal else _parts_hint(plan, experts)
     said = (setup.origin("model.experts"), f"experts.count = {experts.count}")
     if experts.count % plan.expert:
         message = f"expert = {plan.expert} does not divide {experts.count} experts"
@@ -245,11 +245,16 @@ def expert_faults(setup: Setup) -> list[Fault]:
     if experts.ffn % plan.expert_tensor:
         message = f"expert_tensor = {plan.expert_tensor} does not divide {experts.ffn} columns of an expert"
         wide = (setup.origin("model.experts"), f"experts.ffn = {experts.ffn}")
-        degrees = [d for d in divisors(experts.ffn) if _carved(plan) % d == 0]
-        faults.append(
-            WIDTH.fault(message, *setup.said("plan.expert_tensor"), wide, hint=f"expert_tensor = {_listed(degrees)}")
-        )
+        faults.append(WIDTH.fault(message, *setup.said("plan.expert_tensor"), wide, hint=_parts_hint(plan, experts)))
     return faults + _token_faults(setup)
+
+
+def _parts_hint(plan: Plan, experts: Experts) -> str:
+    """Degrees of `expert_tensor` that the experts and the ranks allow, beside the plan's `expert` where it may stay."""
+    ranks = _carved(plan)
+    degrees = [d for d in divisors(experts.ffn) if ranks % d == 0]
+    beside = [d for d in degrees if experts.count % plan.expert == 0 and ranks % (d * plan.expert) == 0]
+    return f"expert_tensor = {_listed(beside)}" if beside else f"expert = 1 with expert_tensor = {_listed(degrees)}"
 
 
 def _token_faults(setup: Setup) -> list[Fault]:

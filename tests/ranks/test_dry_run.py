@@ -82,6 +82,7 @@ PLANS = {
         "schedule=interleaved,stages_per_rank=2,data=2,zero=2,microbatch=2", GPT
     ),
     "windows and normed heads, zb_v, sp, full": setup_of(f"{SP},pipeline=2,schedule=zb_v,recompute=full", QWEN),
+    "loss by chunks, zb_h1, zero 3": setup_of("data=2,zero=3,pipeline=2,schedule=zb_h1,loss_chunk=24", LLAMA),
     "loss by chunks, zb_h1, float64": setup_of("tensor=2,pipeline=2,schedule=zb_h1,loss_chunk=24", LLAMA, "float64"),
     "dropout, sp, zero 1, full recompute": setup_of(
         f"{SP},data=2,zero=1,recompute=full,microbatch=2", DROPS, "float32"

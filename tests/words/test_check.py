@@ -193,6 +193,7 @@ def test_dtypes_that_waste_or_lose_what_they_hold() -> None:
     assert codes(setup("reduce_dtype=bfloat16,grad_dtype=float64,optimizer_dtype=bfloat16", dtype="bfloat16")) == []
     assert codes(setup("param_dtype=bfloat16")) == ["D104"]
     assert codes(setup("optimizer_dtype=bfloat16")) == ["D105"]
+    assert codes(setup("optimizer_dtype=float16", dtype="float16")) == ["D106"]
     assert codes(setup("reduce_dtype=float64,param_dtype=float64", dtype="float64")) == []
 
 

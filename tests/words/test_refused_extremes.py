@@ -150,6 +150,8 @@ print("torch" in sys.modules, out.stderr)
         (("convert", "nowhere", "there"), "F406"),
         (("generate", "nowhere"), "F406"),
         (("train", "job.toml"), "F506"),
+        (("train", "job.toml", "--set", "run.resume=never", "--set", "run.folder=a.txt/run"), "F514"),
+        (("train", "job.toml", "--set", "run.resume=never", "--set", "run.folder=dangling"), "F514"),
         (("train", "job.toml", "--set", "run.resume=never", "--set", "run.init=nowhere"), "F406"),
     ],
 )
@@ -165,6 +167,7 @@ def test_h01_a_wrong_folder_is_refused_before_torch_is_imported(
         'run = {resume = "nowhere"}',
     )
     (tmp_path / "job.toml").write_text("\n".join(tables))
+    (tmp_path / "dangling").symlink_to("gone")
     line = [sys.executable, "-c", TORCHLESS, *words]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

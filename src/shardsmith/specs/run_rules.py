@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from shardsmith.errors import Code, Fault
 from shardsmith.specs.job import Run
@@ -54,8 +55,21 @@ def run_faults(run: Run, source: str = "job") -> list[Fault]:
     if not run.folder.strip():
         hint = 'run.folder = "runs/first"'
         faults.append(NO_FOLDER.fault("run.folder is empty", (source, f'folder = "{run.folder}"'), hint=hint))
+    elif (why := _unusable(Path(run.folder))) is not None:
+        hint = "a folder that is there, or one that can be made"
+        faults.append(NO_FOLDER.fault(why, (source, f'folder = "{run.folder}"'), hint=hint))
     if run.init and os.path.realpath(run.init) == os.path.realpath(run.folder):
         said = ((source, f'init = "{run.init}"'), (source, f'folder = "{run.folder}"'))
         hint = "another run.folder; or leave init out, to go on from the newest checkpoint there"
         faults.append(TWO_BEGINNINGS.fault("the run would overwrite the weights that it begins with", *said, hint=hint))
     return faults
+
+
+def _unusable(folder: Path) -> str | None:
+    """Why nothing can be written into `folder`, which is made where it is not there."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        return f"{place} is in the way: it is not a folder"
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written"

@@ -192,6 +192,8 @@ class Head:
 
     def _chunked_loss_backward(self, kept: HeadKept, later: Later | None, *, apart: bool) -> tuple[Piece, Piece | None]:
         tape, s = self.tape, self.sizes
+        if s.setup.plan.zero == 3:
+            later = None  # the gradient of the head is made while the head is whole
         full, out = self._gathered(), tape.new(s.gathered)
         grad = tape.new(self._table) if later is None else None
         self._chunk()

@@ -38,6 +38,12 @@ OPTIMIZER_DTYPE = Code(
     title="an optimiser narrower than the weights",
     because="updates below the last place of the optimiser's dtype would be lost, the weights' own places wasted",
 )
+HALF_OPTIMIZER = Code(
+    code="D106",
+    title="optimiser state in float16",
+    because="float16 ends at 6e-8: squares of small gradients and AdamW's epsilon of 1e-8 are 0 in it, and steps explode",
+    severity="warning",
+)
 ZERO_WITHOUT_SHARDS = Code(
     code="D103",
     title="ZeRO has no effect",
@@ -261,5 +267,10 @@ def precision_faults(setup: Setup) -> list[Fault]:
     if DTYPE_BYTES[kinds.optimizer] < DTYPE_BYTES[kinds.param]:
         message = f"optimizer_dtype = {kinds.optimizer} is narrower than weights in {kinds.param}"
         said = setup.said("plan.optimizer_dtype", "plan.param_dtype", "workload.dtype")
-        faults.append(OPTIMIZER_DTYPE.fault(message, *said, hint=f"optimizer_dtype = {kinds.param} or wider"))
+        hint = f"leave optimizer_dtype out, or optimizer_dtype = {kinds.param}"
+        faults.append(OPTIMIZER_DTYPE.fault(message, *said, hint=hint))
+    elif kinds.optimizer == "float16":
+        said = setup.said("plan.optimizer_dtype")
+        message = "moments and weights of the optimiser are kept in float16"
+        faults.append(HALF_OPTIMIZER.fault(message, *said, hint="optimizer_dtype = float32 or bfloat16"))
     return faults

@@ -41,7 +41,7 @@ OPTIMIZER_DTYPE = Code(
 HALF_OPTIMIZER = Code(
     code="D106",
     title="optimiser state in float16",
-    because="float16 ends at 6e-8: squares of small gradients and AdamW's epsilon of 1e-8 are 0 in it, and steps explode",
+    because="float16 ends at 6e-8: squares of small gradients and an epsilon of 1e-8 are 0 in it, and steps explode",
     severity="warning",
 )
 ZERO_WITHOUT_SHARDS = Code(

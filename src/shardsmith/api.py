@@ -17,8 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardsmith.errors import CODES, Code, Fault, raise_errors
+from shardsmith.errors import CODES, Code, raise_errors
 from shardsmith.layout.record import Compared
+from shardsmith.limits import dry_faults, refuse_if_huge, require_sound, require_torch, wide_enough
 
 if TYPE_CHECKING:
     from shardsmith.design.planner.priced import Priced
@@ -44,10 +45,6 @@ SMALL_PARAMETERS = 50_000_000
 """Models below this are sampled by one thread."""
 LONGEST_S = 24 * 3600.0
 """After so many seconds text that is being generated is given up."""
-MOST_VERIFIED_RANKS = 16
-MOST_VERIFIED_PARAMETERS = 300_000_000
-"""What `verify` runs on one machine without being asked to shrink the plan."""
-
 _CODE = re.compile(r'\bcode="([A-Z]\d+)"')
 """How a code is registered, in the sources."""
 
@@ -90,7 +87,7 @@ def explain(code: str) -> Code:
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            _require_torch(f"explaining {wanted}")
+            require_torch(f"explaining {wanted}")
     return CODES[wanted]
 
 
@@ -393,46 +390,6 @@ CLASHING_CONSTANTS = Code(
     because="a left-out fit starts from the priors, so that the file would be read and ignored",
 )
 NO_SCIPY = Code(code="X211", title="scipy is not installed", because="only fitting needs it; predicting does not")
-NO_TORCH = Code(
-    code="X201",
-    title="torch is not installed",
-    because="training, verifying and converting handle real tensors; planning, checking and schedules need no torch",
-)
-TOO_MANY_RANKS = Code(
-    code="X202",
-    title="too many ranks to verify on one machine",
-    because=f"verify forks every rank of the plan's world here, up to {MOST_VERIFIED_RANKS}",
-)
-TOO_NARROW = Code(
-    code="X208",
-    title="dtype too narrow to prove a plan in",
-    because="sums in another order differ by the rounding of the dtype, and that of 16 bits is as large as an error "
-    "in a gradient: equal and unequal could not be told apart",
-)
-TOO_LARGE = Code(
-    code="X203",
-    title="model too large to verify on one machine",
-    because="verify holds a full copy of the model, of its gradients and of both results in this machine's memory",
-)
-
-
-NO_SUCH_RANK = Code(
-    code="X204",
-    title="no such rank",
-    because="ranks count from 0 to world - 1, world = pipeline x data x context x tensor",
-)
-DRY_COMPILE = Code(
-    code="X205",
-    title="dry run of compiled blocks",
-    because="which tensors a compiled block keeps for backward and which it makes again, its compiler decides when it "
-    "cuts the graph in two: another memory than that of the operators that a dry run follows, and in no closed form",
-)
-DRY_AXIS = Code(
-    code="X209",
-    title="dry run of attention across ranks with dropout",
-    because="the closed forms that a dry run is held against do not hold what probabilities of parts of a sequence "
-    "take, and figures that nothing confirms are worth nothing",
-)
 
 
 def verify(
@@ -445,15 +402,15 @@ def verify(
     dtype is proven in float32, unless that dtype was asked of this very call (X208).
     Raises `Refused` with everything that forbids running the plan.
     """
-    _require_sound(setup)
-    asked, setup = setup, _wide_enough(setup)
+    require_sound(setup)
+    asked, setup = setup, wide_enough(setup)
     if shrunk:
         from shardsmith.plan.shrink import shrink
 
         setup = shrink(setup)
-        _require_sound(setup)
-    _refuse_if_huge(setup)
-    _require_torch("verify")
+        require_sound(setup)
+    refuse_if_huge(setup)
+    require_torch("verify")
     from shardsmith.engine.parity.certificate import certify
 
     return certify(setup, asked=asked, steps=steps, seed=seed, packed=packed, timeout_s=timeout_s)
@@ -509,8 +466,8 @@ def dryrun(
     from shardsmith.layout.routing import imbalance_faults
 
     raise_errors([fault for fault in check(setup, running=True) if fault.code != MEMORY.code])
-    raise_errors(_dry_faults(setup, rank) + imbalance_faults(setup, imbalance))
-    _require_torch("dryrun")
+    raise_errors(dry_faults(setup, rank) + imbalance_faults(setup, imbalance))
+    require_torch("dryrun")
     from shardsmith.design.footprint.record import computed
     from shardsmith.engine.dryrun.run import dry_run
     from shardsmith.plan.mesh import positions
@@ -520,23 +477,6 @@ def dryrun(
     models = [computed(setup, record.rank, imbalance=imbalance) for record in found]
     compared = tuple(Compared(run=run, model=model) for run, model in zip(found, models, strict=True))
     return DryRun(setup=setup, ranks=compared, seconds=time.monotonic() - started, imbalance=imbalance)
-
-
-def _dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
-    """What a dry run in particular cannot do."""
-    plan, model, faults = setup.plan, setup.model, []
-    if rank is not None and not 0 <= rank < plan.world:
-        message = f"rank {rank} is not one of the plan's {plan.world} ranks"
-        said = setup.said("plan.pipeline", "plan.data", "plan.tensor")
-        faults.append(NO_SUCH_RANK.fault(message, ("--rank", f"rank = {rank}"), *said, hint=f"0 to {plan.world - 1}"))
-    if plan.compile:
-        message = "a compiled block has no operators to follow"
-        faults.append(DRY_COMPILE.fault(message, *setup.said("plan.compile"), hint="compile = false"))
-    if plan.context > 1 and model.attention_dropout:
-        message = f"context = {plan.context} cuts the sequence, and attention drops probabilities"
-        said = setup.said("plan.context", "model.attention_dropout")
-        faults.append(DRY_AXIS.fault(message, *said, hint="attention_dropout = 0, or context = 1"))
-    return faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -563,10 +503,10 @@ def train(job: Job, *, pace: str | None = None) -> Trained:
     from shardsmith.specs.job_rules import job_faults
     from shardsmith.specs.run_rules import run_faults
 
-    _require_sound(job.setup)
+    require_sound(job.setup)
     raise_errors([*job_faults(job.data, job.optimisation, job.run), *run_faults(job.run)])
     lengths = _pace(pace)
-    _require_torch("train")
+    require_torch("train")
     from shardsmith.engine.dataset.open import open_data
     from shardsmith.engine.runtime import environment
 
@@ -593,7 +533,7 @@ def convert(source: str | Path, target: str | Path) -> Converted:
     Reads and writes one tensor at a time. Raises `Refused` for a source that is unsound or in no known
     format, and for a target that holds files already; see `engine.checkpoint`.
     """
-    _require_torch("convert")
+    require_torch("convert")
     from shardsmith.engine.checkpoint.convert import convert
 
     return convert(Path(source), Path(target))
@@ -625,7 +565,7 @@ def generate(
     empty prompt is the end of a document, after which another begins. Raises `Refused` for weights that are unsound
     (F401 to F406) and a tokenizer that is not known (G106) or has more ids than the model (G204).
     """
-    _require_torch("generate")
+    require_torch("generate")
     from shardsmith.engine.checkpoint.formats import format_of
 
     format_of(Path(folder), "FOLDER")
@@ -661,47 +601,6 @@ def _draw(folder: Path, title: str) -> None:
     if (folder / "timeline.json").exists():
         timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
         draw_timeline(timeline, folder / "timeline.png", title=title)
-
-
-def _require_sound(setup: Setup) -> None:
-    from shardsmith.layout.check import check
-
-    raise_errors(check(setup, running=True))
-
-
-def _wide_enough(setup: Setup) -> Setup:
-    """`setup` computed in float32 where it says something narrower, whose rounding would hide what differs."""
-    if setup.workload.dtype in ("float64", "float32"):
-        return setup
-    if setup.origin("workload.dtype").startswith("--"):
-        raise TOO_NARROW.refuse(
-            f"a plan cannot be proven in {setup.workload.dtype}",
-            *setup.said("workload.dtype"),
-            hint="--dtype float64 (equal to 1e-10) or float32 (2e-5): the plan computes the same in every dtype",
-        )
-    narrow = dict.fromkeys(("param_dtype", "grad_dtype", "reduce_dtype", "optimizer_dtype"))
-    return replace(setup.with_plan(**narrow), workload=replace(setup.workload, dtype="float32"))
-
-
-def _require_torch(verb: str) -> None:
-    if find_spec("torch") is None:
-        raise NO_TORCH.refuse(f"{verb} needs torch", hint="pip install 'shardsmith[train]'")
-
-
-def _refuse_if_huge(setup: Setup) -> None:
-    from shardsmith.specs.model import parameter_count
-
-    world, count = setup.plan.world, parameter_count(setup.model)
-    if world > MOST_VERIFIED_RANKS:
-        raise TOO_MANY_RANKS.refuse(
-            f"the plan has {world} ranks", *setup.said("plan.data", "plan.tensor", "plan.pipeline"), hint="--shrink"
-        )
-    if count > MOST_VERIFIED_PARAMETERS:
-        raise TOO_LARGE.refuse(
-            f"{setup.model.name} has {count:,} parameters, more than {MOST_VERIFIED_PARAMETERS:,}",
-            (setup.model.name, f"parameters = {count}"),
-            hint="--shrink",
-        )
 
 
 def _pace(text: str | None) -> dict[Kind, float]:

@@ -16,7 +16,8 @@ from shardsmith.engine.parallel.data import DataParallel, DataSettings
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.packing import rows_of
 from shardsmith.engine.runtime.recorder import Recorder
-from shardsmith.engine.train.step import TIED, Trainer
+from shardsmith.engine.train.rank_model import TIED
+from shardsmith.engine.train.step import Trainer
 from shardsmith.plan.file import make_setup
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Optimisation

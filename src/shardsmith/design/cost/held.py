@@ -192,10 +192,12 @@ def kept_layer(s: Subject, p: Layouts, b: Batch) -> tuple[Array, Array]:
     e = s.model.experts
     if e is None:
         return kept, full
-    # Of every routed token: its copy as dispatched, gate and up, their product, the output; and the shared MLP.
+    # Of every routed token: its copy as dispatched and its output, at each of an expert's ranks; gate, up and their
+    # product, of which a rank has its part; and the shared MLP.
     sparse = float(s.columns["moe_layers"][0]) / s.model.layers
     tokens = p.microbatch * s.workload.seq_len / p.context
-    routed = b.imbalance * tokens * e.top_k / p.tensor * (2.0 * s.model.hidden + 3.0 * e.ffn) * 2.0 * width
+    elements = 2.0 * s.model.hidden * p.expert_tensor + 3.0 * e.ffn
+    routed = b.imbalance * tokens * e.top_k / p.tensor * elements * 2.0 * width
     dense = tokens * s.model.ffn * (2.0 + s.model.gated) * 2.0 * width / p.tensor
     shared = tokens * e.shared_ffn * 3.0 * 2.0 * width / p.tensor
     more = sparse * (routed + shared - dense)

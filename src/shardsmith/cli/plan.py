@@ -150,12 +150,11 @@ def _ranking(plans: tuple[Choice, ...]) -> Table:
 
 
 def _memory(choice: Choice) -> Table:
-    ranks = choice.estimate.memory
-    shown = ranks if len(ranks) <= 6 else (*ranks[:3], *ranks[-2:])
+    ranks = choice.estimate.shown
     table = Table(title="memory of a rank in GiB, by pipeline rank", title_justify="left")
     for column in ("pipeline rank", *ranks[0].items, "total"):
         table.add_column(column, justify="right")
-    for rank in shown:
+    for rank in ranks:
         table.add_row(
             str(rank.pipeline_rank), *(f"{v / GIB:.1f}" for v in rank.items.values()), f"{rank.total / GIB:.1f}"
         )

@@ -42,7 +42,7 @@ DTYPES = (*get_args(Dtype), "float8")
 @click.option("--imbalance", type=float, default=1.0, help="Rows of the fullest expert rank over the mean.")
 @click.option("--tokens", type=float, help="Tokens to train on: adds days, device hours and goodput.")
 @click.option("--days", type=float, help="Train in so many days, with the fewest nodes or the fewest device hours.")
-@click.option("--goal", type=click.Choice(["fewest", "cheapest"]), default="fewest", help="What --days minimises.")
+@click.option("--goal", type=click.Choice(["fewest", "cheapest"]), help="What --days minimises (default: fewest).")
 @click.option("--mtbf-hours", type=float, help="Hours between failures of one device (default: 50000).")
 @click.option("--checkpoint-minutes", type=float, help="Minutes between checkpoints (default: those that lose least).")
 @click.option(

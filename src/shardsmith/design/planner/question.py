@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, lcm
 from typing import Any
 
 from shardsmith.design.cost.layouts import ORDERS
@@ -14,7 +14,8 @@ from shardsmith.design.planner.goodput import Failures
 from shardsmith.design.planner.result import Objective
 from shardsmith.design.planner.space import SHAPE
 from shardsmith.errors import Code, Fault, Refused
-from shardsmith.layout.check import MOST, MOST_DATA, TOO_LARGE, length_faults
+from shardsmith.layout.check import MOST, MOST_DATA, TOO_LARGE, axis_faults, length_faults
+from shardsmith.layout.check import size_faults as plan_size_faults
 from shardsmith.plan.batch import TOO_SMALL
 from shardsmith.plan.line import parse_plan_line, plan_table
 from shardsmith.plan.plan import Plan
@@ -134,9 +135,22 @@ def size_faults(q: Question) -> list[Fault]:
             faults.append(TOO_SMALL.fault(f"{key} = {figure:g} is no number above 0", said))
     faults += _without_effect(q)
     if not faults:
-        setup = Setup(model=q.model, workload=q.workload, cluster=q.cluster, plan=Plan())
-        faults += [fault for fault in length_faults(setup) if fault.severity == "error"]
+        setup = _setup(q, Plan(**q.fixed))
+        faults += plan_size_faults(setup) + [fault for fault in length_faults(setup) if fault.severity == "error"]
     return faults
+
+
+def fixed_faults(q: Question) -> list[Fault]:
+    """Errors of the held fields alone, with as many ranks beside them as they can use: no other choice mends them."""
+    held = Plan(**q.fixed)
+    beside = {"context": held.ulysses, "data": lcm(held.replicate, held.expert * held.expert_tensor)}
+    plan = held.with_(**{key: value for key, value in beside.items() if key not in q.fixed})
+    return [fault for fault in axis_faults(_setup(q, plan)) if fault.severity == "error"]
+
+
+def _setup(q: Question, plan: Plan) -> Setup:
+    origins = {"workload.seq_len": "--seq-len", "workload.global_batch": "--global-batch"}
+    return Setup(model=q.model, workload=q.workload, cluster=q.cluster, plan=plan, source="--fix", origins=origins)
 
 
 def _without_effect(q: Question) -> list[Fault]:

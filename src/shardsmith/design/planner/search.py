@@ -18,7 +18,7 @@ from shardsmith.design.planner.explain import binds, neighbours
 from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.goodput import days
 from shardsmith.design.planner.plans import setup_of
-from shardsmith.design.planner.question import GOAL, Question, size_faults
+from shardsmith.design.planner.question import GOAL, Question, fixed_faults, size_faults
 from shardsmith.design.planner.result import Choice, SearchResult
 from shardsmith.design.planner.space import SHAPE, Space
 from shardsmith.design.planner.thumb import rule_notes
@@ -253,14 +253,17 @@ def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
     world = space.world
     said = [(s.cluster.name, f"devices = {world}"), (s.model.name, f"layers = {s.model.layers}")]
     said.append(("--global-batch", f"global_batch = {s.workload.global_batch}"))
-    said += [("--fix", f"{key} = {value}") for key, value in q.varied.items()]
+    said += [("--fix", f"{key} = {value}") for key, value in q.fixed.items()]
     if found.total == 0:
+        raise_errors(fixed_faults(q))
         near = _nearest_batch(s, q)
+        if near == s.workload.global_batch:
+            raise NO_LAYOUT.refuse("nothing that is legal has all fields that are held", *said, hint="fix fewer fields")
         hint = f"global_batch = {near}" if near else "another number of nodes"
         raise NO_LAYOUT.refuse(
             f"no product of degrees makes {world} ranks with a batch of {s.workload.global_batch}",
             *said,
-            hint=hint + (", or fix fewer fields" if q.varied else ""),
+            hint=hint + (", or fix fewer fields" if q.fixed else ""),
         )
     smallest, size = smallest_plan(s, q, space)
     need = size / GIB

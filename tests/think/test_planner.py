@@ -227,7 +227,7 @@ def test_the_answer_is_what_the_estimate_says_and_fits() -> None:
 def test_the_front_over_time_memory_and_devices_holds_the_fastest_of_every_size() -> None:
     ask = {"global_batch": 32, "seq_len": 4096, "fix": ["context=1"]}
     # On 37 nodes no layout is legal: it adds nothing.
-    front = api.search("llama3-8b", "h100", nodes=2, pareto=[1, 2, 37], **ask).pareto  # type: ignore[arg-type]
+    front = api.search("llama3-8b", "h100", nodes=2, pareto=[1, 2, 37, 2], **ask).pareto  # type: ignore[arg-type]
     assert {c.setup.cluster.nodes for c in front} == {1, 2}
     costs = [(c.estimate.step_time_s, c.estimate.peak, c.setup.plan.world) for c in front]
     for a in costs:

@@ -119,7 +119,7 @@ def pareto(q: Question, choices: Sequence[Choice], bounded: Bounded) -> tuple[Ch
     the one before holds, and so on. Without any, those of `choices` that no other of them beats.
     """
     every = [] if q.fronts else list(choices)
-    for nodes in q.fronts:
+    for nodes in dict.fromkeys(q.fronts):
         on = q.on(nodes)
         s = _subject(on)
         search = bounded if nodes == q.cluster.nodes else Bounded(space=_space(on, s), limit=on.limit)

@@ -243,7 +243,7 @@ def search(
     imbalance: float = 1.0,
     tokens: float | None = None,
     days: float | None = None,
-    goal: Literal["fewest", "cheapest"] = "fewest",
+    goal: Literal["fewest", "cheapest"] | None = None,
     mtbf_hours: float | None = None,
     checkpoint_minutes: float | None = None,
     pareto: Sequence[int] = (),
@@ -259,7 +259,8 @@ def search(
     """
     from shardsmith.design.cost.subject import DEFAULT_TARGET
     from shardsmith.design.planner.goodput import Failures
-    from shardsmith.design.planner.search import Question, fixed_fields, search
+    from shardsmith.design.planner.question import Question, fixed_fields
+    from shardsmith.design.planner.search import search
     from shardsmith.design.targets import FLOAT8
     from shardsmith.specs.job import Workload
     from shardsmith.specs.library import cluster_named, model_named
@@ -281,7 +282,7 @@ def search(
             memory_gib=memory_gib,
             tokens=tokens,
             goal_days=days,
-            objective="fastest" if days is None else goal,
+            objective=goal or ("fastest" if days is None else "fewest"),
             failures=failures if mtbf_hours is None else replace(failures, device_hours=mtbf_hours),
         )
     )

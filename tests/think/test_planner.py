@@ -227,7 +227,7 @@ def test_the_answer_is_what_the_estimate_says_and_fits() -> None:
 def test_the_front_over_time_memory_and_devices_holds_the_fastest_of_every_size() -> None:
     ask = {"global_batch": 32, "seq_len": 4096, "fix": ["context=1"]}
     # On 37 nodes no layout is legal: it adds nothing.
-    front = api.search("llama3-8b", "h100", nodes=2, pareto=[1, 2, 37], **ask).pareto  # type: ignore[arg-type]
+    front = api.search("llama3-8b", "h100", nodes=2, pareto=[1, 2, 37, 2], **ask).pareto  # type: ignore[arg-type]
     assert {c.setup.cluster.nodes for c in front} == {1, 2}
     costs = [(c.estimate.step_time_s, c.estimate.peak, c.setup.plan.world) for c in front]
     for a in costs:
@@ -310,9 +310,27 @@ def test_fixed_fields_hold() -> None:
         ({"global_batch": 7, "fix": ["pipeline=1", "tensor=1", "context=1"]}, "L101", "global_batch = 16"),
         ({"model": "llama3-405b", "nodes": 1}, "L102", "nodes ="),
         ({"memory_gib": -1.0}, "B203", "above 0"),
+        ({"memory_gib": 1000.0}, "L106", "79.18 or less"),
+        ({"memory_gib": 10.0}, "L102", "memory_gib = 10.9"),
+        ({"tokens": float("inf")}, "B203", "above 0"),
+        ({"tokens": 1e9, "mtbf_hours": float("inf")}, "B203", "above 0"),
+        ({"mtbf_hours": 5.0}, "L104", "--tokens"),
+        ({"goal": "cheapest"}, "L104", "--days 30"),
+        ({"tokens": 1e10, "days": 1e-300}, "L103", "devices at their peak need longer"),
+        ({"nodes": 10**12}, "B206", "125000 or less"),
+        ({"global_batch": 10**18}, "B206", "or less"),
+        ({"nodes": 1000}, "L101", "global_batch = 65"),
+        ({"fix": ["microbatch=7", "microbatches=3"]}, "L101", "global_batch = 21"),
         ({"pareto": [2, 0]}, "B203", "pareto = 0"),
         ({"fix": ["tensor=lots"]}, "F102", "whole number"),
         ({"fix": ["layers=3+5"]}, "L105", "weighed"),
+        ({"fix": ["tensor=3"]}, "T203", "tensor = 2 or 4"),
+        ({"fix": ["microbatch=0"]}, "B203", "1 or more"),
+        ({"fix": ["expert=2"]}, "E101", "leave expert out"),
+        ({"fix": ["context=3"]}, "C202", "--seq-len: seq_len = 4096"),
+        ({"fix": ["bucket_mb=-1"]}, "D102", "25.0"),
+        ({"fix": ["sequence_parallel=true", "tensor=1"]}, "L101", "fix fewer fields"),
+        ({"model": "mixtral-8x7b", "fix": ["expert=16"]}, "E102", "1 or 2 or 4 or 8"),
         ({"days": 3.0}, "L104", "--tokens"),
         ({"days": 0.001, "tokens": 1e13}, "L103", "more days"),
         ({"model": "gpt2", "seq_len": 4096}, "B204", "1024"),

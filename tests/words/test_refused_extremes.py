@@ -174,3 +174,8 @@ def test_h01_a_wrong_folder_is_refused_before_torch_is_imported(
     imported, _, said = done.stdout.partition(" ")
     assert imported == "False"
     assert code in said
+
+
+@pytest.mark.parametrize("size", ["layers=1001", "heads=10000000000", "vocab=99999999999999999999999"])
+def test_model_sizes_beyond_any_model_are_refused_at_once(size: str) -> None:
+    assert codes("check", "--plan", "data=2", "--set", f"model.{size}") == ["M111"]

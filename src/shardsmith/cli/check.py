@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from shardsmith.design.cost.estimate import Estimate
     from shardsmith.design.planner.priced import Priced
 
-MOST_RANKS = 6
-"""Pipeline ranks up to which all are printed."""
-
 
 @click.command("check")
 @verb
@@ -57,7 +54,7 @@ def _show(checked: Priced) -> tuple[RenderableType, ...]:
 
 def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
     low, high = e.interval_s
-    ranks = e.memory if len(e.memory) <= MOST_RANKS else (*e.memory[:3], *e.memory[-2:])
+    ranks = e.shown
     table = Table(title="memory of a rank at its peak in GiB, by pipeline rank", title_justify="left")
     for column in ("pipeline rank", *ranks[0].items, "total"):
         table.add_column(column, justify="right")

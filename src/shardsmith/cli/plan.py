@@ -42,7 +42,7 @@ DTYPES = (*get_args(Dtype), "float8")
 @click.option("--imbalance", type=float, default=1.0, help="Rows of the fullest expert rank over the mean.")
 @click.option("--tokens", type=float, help="Tokens to train on: adds days, device hours and goodput.")
 @click.option("--days", type=float, help="Train in so many days, with the fewest nodes or the fewest device hours.")
-@click.option("--goal", type=click.Choice(["fewest", "cheapest"]), default="fewest", help="What --days minimises.")
+@click.option("--goal", type=click.Choice(["fewest", "cheapest"]), help="What --days minimises (default: fewest).")
 @click.option("--mtbf-hours", type=float, help="Hours between failures of one device (default: 50000).")
 @click.option("--checkpoint-minutes", type=float, help="Minutes between checkpoints (default: those that lose least).")
 @click.option(
@@ -150,12 +150,11 @@ def _ranking(plans: tuple[Choice, ...]) -> Table:
 
 
 def _memory(choice: Choice) -> Table:
-    ranks = choice.estimate.memory
-    shown = ranks if len(ranks) <= 6 else (*ranks[:3], *ranks[-2:])
+    ranks = choice.estimate.shown
     table = Table(title="memory of a rank in GiB, by pipeline rank", title_justify="left")
     for column in ("pipeline rank", *ranks[0].items, "total"):
         table.add_column(column, justify="right")
-    for rank in shown:
+    for rank in ranks:
         table.add_row(
             str(rank.pipeline_rank), *(f"{v / GIB:.1f}" for v in rank.items.values()), f"{rank.total / GIB:.1f}"
         )

@@ -60,11 +60,22 @@ DROPOUT = Code(
     because="the rest is scaled by 1 / (1 - dropout), and of all elements dropped nothing is left to scale",
 )
 
+TOO_LARGE = Code(
+    code="M111",
+    title="a size beyond any model",
+    because="what is computed layer by layer, or head by head, would take more time and memory than this machine has",
+)
+MOST = {"layers": 1000, "heads": 10**6, "kv_heads": 10**6}
+"""Sizes above which nobody means what is written; of all others 10**9."""
+
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "norm_eps", "init_std")
 
 
 def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
-    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M110); empty for a sound model."""
+    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M111); empty for a sound model."""
+    large = _large_faults(spec, source)
+    if large:  # the rules below go through heads and layers
+        return large
     faults = [
         POSITIVE_SIZE.fault(f"{name} must be greater than zero", (source, f"{name} = {getattr(spec, name)}"))
         for name in _SIZES
@@ -91,6 +102,17 @@ def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
     ]
     faults += _expert_faults(spec, source) + _latent_faults(spec, source)
     return faults + (_rope_faults(spec, source) if spec.positions == "rope" else _learned_faults(spec, source))
+
+
+def _large_faults(spec: ModelSpec, source: str) -> list[Fault]:
+    sizes = {name: (getattr(spec, name), MOST.get(name, 10**9)) for name in _SIZES}
+    if spec.experts is not None:
+        sizes["experts.count"] = (spec.experts.count, 10**6)
+    return [
+        TOO_LARGE.fault(f"{name} = {value} is above {most:,}", (source, f"{name} = {value}"), hint=f"{most} or less")
+        for name, (value, most) in sizes.items()
+        if value > most
+    ]
 
 
 def _rope_faults(spec: ModelSpec, source: str) -> list[Fault]:

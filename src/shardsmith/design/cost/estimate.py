@@ -42,6 +42,10 @@ class RankMemory:
         return {"pipeline_rank": self.pipeline_rank, "stages": list(self.stages), **sizes, "total": self.total / GIB}
 
 
+MOST_RANKS = 6
+"""Pipeline ranks up to which all are shown."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What the cost model says of one plan. Seconds and bytes; `interval_s` holds 80 % of measured runs of its kind.
@@ -62,6 +66,14 @@ class Estimate:
     def peak(self) -> float:
         """Bytes of the fullest rank."""
         return max(rank.total for rank in self.memory)
+
+    @property
+    def shown(self) -> tuple[RankMemory, ...]:
+        """The ranks of a table: all of a few, else the first three, the last two and the fullest."""
+        if len(self.memory) <= MOST_RANKS:
+            return self.memory
+        fullest = max(self.memory, key=lambda rank: rank.total)
+        return tuple(rank for rank in self.memory if rank in (*self.memory[:3], fullest, *self.memory[-2:]))
 
 
 def estimate(

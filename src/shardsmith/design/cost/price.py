@@ -14,10 +14,9 @@ from shardsmith.design.cost.schedules import DUALPIPE_V, ZB_V
 from shardsmith.design.cost.step import Step, step
 from shardsmith.design.cost.subject import Subject
 from shardsmith.plan.precision import Precision
+from shardsmith.specs.model import ModelSpec
 
-Decisive = Literal["first", "middle", "last"]
-DECISIVE: tuple[Decisive, ...] = ("first", "middle", "last")
-"""Pipeline ranks of which one is the fullest: those between the ends hold no more than the middle one."""
+Decisive = Literal["first", "middle", "sparsest", "densest", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +38,29 @@ def price(s: Subject, p: Layouts, kinds: Precision) -> Priced:
 def peak(s: Subject, p: Layouts, b: Batch, kinds: Precision) -> Array:
     """Bytes of the fullest pipeline rank of every plan: the first, the last, or the fullest between them."""
     kept, found = kept_layer(s, p, b), np.zeros(len(p))
-    for where in DECISIVE:
+    for where in decisive(s.model):
         share = share_of(s, p, where)
         found = np.maximum(found, states(s, p, kinds, share).total + moving(s, p, share, kept).total)
     return with_reserve(found)
 
 
-def share_of(s: Subject, p: Layouts, where: Decisive) -> Share:
-    """Layers and ends of the `first`, a `middle` or the `last` pipeline rank.
+def decisive(model: ModelSpec) -> tuple[Decisive, ...]:
+    """Pipeline ranks of which one is the fullest.
 
-    The middle one has the layers of the fullest rank between the ends, and as much in flight as the second.
+    Those between the ends hold no more than the one with most layers. Where some layers have experts and some have
+    none, either kind may be the larger: then also no more than those with most of each.
+    """
+    mixed = model.experts is not None and model.experts.first_dense > 0
+    return ("first", "middle", "sparsest", "densest", "last") if mixed else ("first", "middle", "last")
+
+
+def share_of(s: Subject, p: Layouts, where: Decisive) -> Share:
+    """Layers and ends of the `first`, the `last` or another decisive pipeline rank.
+
+    One between the ends has its own layers, and as much in flight as the second.
     """
     last = p.pipeline - 1.0
-    rank = {"first": 0.0 * last, "middle": np.minimum(1.0, last), "last": last}[where]
+    rank = {"first": 0.0 * last, "last": last}.get(where, np.minimum(1.0, last))
     dense = s.split.column(p, f"{where}_dense")
     folded = (p.schedule == ZB_V) | (p.schedule == DUALPIPE_V)
     return Share(

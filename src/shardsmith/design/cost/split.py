@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Layers of a pipeline rank: the fullest, the head's, the first, the fullest between the ends, the last.
+    """Layers of a pipeline rank: the fullest, the head's, the first, of those between the ends the fullest and the ones
+    with most layers with and without experts, the last.
 
     `first_dense` to `last_dense` count those of them without experts.
     """
@@ -30,9 +31,13 @@ class Ranks:
     beside_head: int
     first: int
     middle: int
+    sparsest: int
+    densest: int
     last: int
     first_dense: int
     middle_dense: int
+    sparsest_dense: int
+    densest_dense: int
     last_dense: int
 
 
@@ -102,14 +107,20 @@ class Split:
         held = np.bincount(placement, own, pipeline).astype(int).tolist()
         dense = np.bincount(placement, np.clip(first_dense - at, 0, own), pipeline).astype(int).tolist()
         inner = range(1, pipeline - 1) if pipeline > 2 else range(pipeline - 1, pipeline)
-        middle = max(inner, key=lambda rank: (held[rank], -rank))
+        middle = max(inner, key=lambda rank: (held[rank], -dense[rank]))
+        sparsest = max(inner, key=lambda rank: (held[rank] - dense[rank], held[rank]))
+        densest = max(inner, key=lambda rank: (dense[rank], held[rank]))
         return Ranks(
             fullest=max(held),
             beside_head=held[placement[-1]],
             first=held[0],
             middle=held[middle],
+            sparsest=held[sparsest],
+            densest=held[densest],
             last=held[-1],
             first_dense=dense[0],
             middle_dense=dense[middle],
+            sparsest_dense=dense[sparsest],
+            densest_dense=dense[densest],
             last_dense=dense[-1],
         )

@@ -157,7 +157,9 @@ def unpriceable(cluster: ClusterSpec, workload: Workload) -> list[Fault]:
     faults = []
     if missing:
         message = f"cluster {cluster.name} does not say {', '.join(missing)}"
-        faults.append(UNMEASURED.fault(message, said, hint="a preset such as --cluster h100, or measure with bench"))
+        faults.append(
+            UNMEASURED.fault(message, said, hint="a preset such as --cluster h100, or a cluster file that says it")
+        )
     if device.peak(workload.dtype) is None:
         known = ", ".join(sorted(device.peak_tflops)) or "none"
         message = f"{device.name} has no known peak in {workload.dtype}"

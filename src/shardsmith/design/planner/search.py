@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import ceil, prod
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 from shardsmith.design.cost.estimate import estimate_plans
-from shardsmith.design.cost.layouts import ORDERS, Layouts
+from shardsmith.design.cost.layouts import Layouts
 from shardsmith.design.cost.price import price
-from shardsmith.design.cost.schedules import SCHEDULES
-from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject, make_subject
+from shardsmith.design.cost.subject import Subject, make_subject
 from shardsmith.design.planner.bounded import Bounded
 from shardsmith.design.planner.explain import binds, neighbours
 from shardsmith.design.planner.found import Found
-from shardsmith.design.planner.goodput import Failures, days
+from shardsmith.design.planner.goodput import days
 from shardsmith.design.planner.plans import setup_of
-from shardsmith.design.planner.result import Choice, Objective, SearchResult
+from shardsmith.design.planner.question import GOAL, Question, fixed_faults, size_faults
+from shardsmith.design.planner.result import Choice, SearchResult
 from shardsmith.design.planner.space import SHAPE, Space
 from shardsmith.design.planner.thumb import rule_notes
 from shardsmith.design.targets import FLOAT8
-from shardsmith.errors import Code, Fault, Refused, raise_errors
-from shardsmith.layout.check import length_faults
-from shardsmith.plan.batch import TOO_SMALL, divisors
-from shardsmith.plan.line import parse_plan_line, plan_table
+from shardsmith.errors import Code, raise_errors
+from shardsmith.plan.batch import divisors
 from shardsmith.plan.plan import Plan
-from shardsmith.plan.setup import Setup
-from shardsmith.specs.cluster import ClusterSpec
-from shardsmith.specs.job import Workload
-from shardsmith.specs.model import ModelSpec, parameter_count
+from shardsmith.specs.model import parameter_count
 from shardsmith.units import GIB
 
 NO_LAYOUT = Code(
@@ -49,107 +44,6 @@ TOO_SLOW = Code(
     title="no number of nodes is fast enough",
     because="the time to train is tokens / tokens of a step x step time, over the goodput",
 )
-UNSEARCHED = Code(
-    code="L105",
-    title="a value that the search does not vary",
-    because="a grid from a file or a list of layers belongs to one plan; the search compares what it can build itself",
-)
-GOAL = Code(
-    code="L104",
-    title="a goal that is half stated",
-    because="a time to train follows from the tokens, and tokens alone set no goal",
-)
-
-VARIED = (
-    *SHAPE,
-    *("order", "zero", "zero_gather", "replicate", "schedule", "stages_per_rank", "layers", "microbatch"),
-    *("microbatches", "sequence_parallel", "recompute", "overlap"),
-)
-"""Plan fields that the search varies; all others are those of the base plan."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked: model, workload, cluster, the `target` software, plan fields held `fixed`, and the goal.
-
-    `imbalance` is what the fullest expert rank receives over the mean (a plan with fewer expert ranks: all there is).
-    `memory_gib` caps what a rank may hold (None: what the device has). With `goal_days` and `tokens`, the answer
-    is the fewest nodes of at most `cluster.nodes` (or the cheapest in device hours) that train in time.
-    """
-
-    model: ModelSpec
-    workload: Workload
-    cluster: ClusterSpec
-    target: str = DEFAULT_TARGET
-    imbalance: float = 1.0
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    count: int = 5
-    memory_gib: float | None = None
-    tokens: float | None = None
-    goal_days: float | None = None
-    objective: Objective = "fastest"
-    failures: Failures = field(default_factory=Failures)
-    explained: bool = True
-    fronts: tuple[int, ...] = ()
-    """Numbers of nodes whose plans that no other beats in time, memory and devices are wanted."""
-
-    @property
-    def base(self) -> Plan:
-        """Fields that do not vary."""
-        return Plan(**{key: value for key, value in self.fixed.items() if key not in VARIED})
-
-    @property
-    def varied(self) -> dict[str, Any]:
-        """Fields of the search that are held to one value."""
-        return {key: value for key, value in self.fixed.items() if key in VARIED}
-
-    def on(self, nodes: int) -> Question:
-        """The same question for so many nodes."""
-        return replace(self, cluster=self.cluster.with_nodes(nodes))
-
-    @property
-    def limit(self) -> float:
-        """Bytes that a rank may hold."""
-        gib = self.memory_gib if self.memory_gib is not None else self.cluster.device.memory_gib
-        assert gib is not None, "a device without a memory size has been refused"
-        return gib * GIB
-
-
-def fixed_fields(texts: Sequence[str]) -> dict[str, Any]:
-    """Plan fields to hold, from `key=value` texts. Raises `Refused` for what is no plan field or cannot be searched."""
-    faults: list[Fault] = []
-    line = ",".join(texts)
-    named = plan_table(line, "--fix", faults)
-    plan = parse_plan_line(line, source="--fix")
-    fixed = {key: getattr(plan, key) for key in named}
-    for key, legal in (("schedule", SCHEDULES), ("layers", (None, "weighed")), ("order", ORDERS)):
-        if key in fixed and fixed[key] not in legal:
-            message, hint = f"{key} = {fixed[key]} is not searched", "one of " + ", ".join(str(v) for v in legal if v)
-            faults.append(UNSEARCHED.fault(message, ("--fix", f"{key} = {fixed[key]}"), hint=hint))
-    if faults:
-        raise Refused(faults)
-    return fixed
-
-
-def size_faults(q: Question) -> list[Fault]:
-    """Sizes of the question below 1, a cap without memory, and a model whose positions end before the sequence."""
-    sizes = {"nodes": q.cluster.nodes, "global_batch": q.workload.global_batch, "seq_len": q.workload.seq_len}
-    sizes |= {"top": q.count, "pareto": min(q.fronts, default=1)}
-    faults = [
-        TOO_SMALL.fault(f"{key} = {value} is below 1", (f"--{key.replace('_', '-')}", f"{key} = {value}"), hint="1")
-        for key, value in sizes.items()
-        if value < 1
-    ]
-    positive = {"memory_gib": q.memory_gib, "tokens": q.tokens, "days": q.goal_days}
-    positive |= {"mtbf_hours": q.failures.device_hours, "checkpoint_minutes": q.failures.interval_s}
-    for key, figure in positive.items():
-        if figure is not None and not figure > 0:
-            option = f"--{key.replace('_', '-')}"
-            faults.append(TOO_SMALL.fault(f"{key} = {figure:g} is not above 0", (option, f"{key} = {figure:g}")))
-    if not faults:
-        setup = Setup(model=q.model, workload=q.workload, cluster=q.cluster, plan=Plan())
-        faults += [fault for fault in length_faults(setup) if fault.severity == "error"]
-    return faults
 
 
 def search(question: Question) -> SearchResult:
@@ -160,7 +54,8 @@ def search(question: Question) -> SearchResult:
     q = question
     raise_errors(size_faults(q))
     if (q.goal_days is None) != (q.objective == "fastest") or (q.goal_days is not None and q.tokens is None):
-        values = [(f"--{key}", f"{key} = {value}") for key, value in (("days", q.goal_days), ("tokens", q.tokens))]
+        asked = {"days": q.goal_days, "tokens": q.tokens}
+        values = [(f"--{key}", "not stated" if value is None else f"{key} = {value}") for key, value in asked.items()]
         raise GOAL.refuse(
             "fewest and cheapest need --days and --tokens, and only they do", *values, hint="--days 30 --tokens 1e12"
         )
@@ -224,7 +119,7 @@ def pareto(q: Question, choices: Sequence[Choice], bounded: Bounded) -> tuple[Ch
     the one before holds, and so on. Without any, those of `choices` that no other of them beats.
     """
     every = [] if q.fronts else list(choices)
-    for nodes in q.fronts:
+    for nodes in dict.fromkeys(q.fronts):
         on = q.on(nodes)
         s = _subject(on)
         search = bounded if nodes == q.cluster.nodes else Bounded(space=_space(on, s), limit=on.limit)
@@ -300,6 +195,7 @@ def _nodes(q: Question) -> int:
     if best is None:
         fastest = _fewest_days(q, tried)
         near = f"the fastest of them takes {fastest:.1f} days" if np.isfinite(fastest) else "none has a plan that fits"
+        near = near if tried else "whose devices at their peak need longer than that"
         raise TOO_SLOW.refuse(
             f"up to {q.cluster.nodes} nodes, {near}",
             ("--days", f"days = {q.goal_days:g}"),
@@ -357,34 +253,45 @@ def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
     world = space.world
     said = [(s.cluster.name, f"devices = {world}"), (s.model.name, f"layers = {s.model.layers}")]
     said.append(("--global-batch", f"global_batch = {s.workload.global_batch}"))
-    said += [("--fix", f"{key} = {value}") for key, value in q.varied.items()]
+    said += [("--fix", f"{key} = {value}") for key, value in q.fixed.items()]
     if found.total == 0:
-        near = [b for b in range(s.workload.global_batch, 4 * s.workload.global_batch + world) if _legal(s, q, b)][:1]
-        hint = f"global_batch = {near[0]}" if near else "another number of nodes"
+        raise_errors(fixed_faults(q))
+        near = _nearest_batch(s, q)
+        if near == s.workload.global_batch:
+            raise NO_LAYOUT.refuse("nothing that is legal has all fields that are held", *said, hint="fix fewer fields")
+        hint = f"global_batch = {near}" if near else "another number of nodes"
         raise NO_LAYOUT.refuse(
             f"no product of degrees makes {world} ranks with a batch of {s.workload.global_batch}",
             *said,
-            hint=hint + (", or fix fewer fields" if q.varied else ""),
+            hint=hint + (", or fix fewer fields" if q.fixed else ""),
         )
     smallest, size = smallest_plan(s, q, space)
     need = size / GIB
     more = _enough(q)
     hints = [f"nodes = {more}"] if more else []
-    hints += [f"a device with {need:.1f} GiB", "a shorter sequence, or a smaller model"]
+    capped = q.memory_gib is not None and need <= (s.cluster.device.memory_gib or 0.0)
+    hints.append(f"memory_gib = {ceil(need * 10) / 10:g}" if capped else f"a device with {need:.1f} GiB")
+    hints.append("a shorter sequence, or a smaller model")
     limit = q.limit / GIB
     raise NOTHING_FITS.refuse(
         f"{s.model.name} on {world} devices: the nearest layout, {smallest}, holds {need:.1f} GiB on its fullest rank, "
         f"{need - limit:.1f} GiB more than the {limit:.1f} GiB there are",
-        (s.cluster.name, f"memory_gib = {limit:g}"),
+        (s.cluster.name if q.memory_gib is None else "--memory-gib", f"memory_gib = {limit:g}"),
         *said,
         hint=", or ".join(hints),
     )
 
 
-def _legal(s: Subject, q: Question, batch: int) -> bool:
-    work = replace(s.workload, global_batch=batch)
-    again = make_subject(s.model, work, s.cluster, s.target.name, imbalance=s.imbalance)
-    return len(_space(q, again).shapes) > 0
+def _nearest_batch(s: Subject, q: Question) -> int | None:
+    """The least batch from the one asked for on, but no more than fixed fields say, that some degrees divide."""
+    batch, fixed = s.workload.global_batch, q.varied
+    # As many sequences as there are ranks can be shared by any number of data ranks.
+    assert s.cluster.devices, "a cluster of unknown size has been refused"
+    work = replace(s.workload, global_batch=s.cluster.devices)
+    every = _space(q, make_subject(s.model, work, s.cluster, s.target.name, imbalance=s.imbalance)).shapes
+    parts = [fixed[key] for key in ("microbatch", "microbatches") if fixed.get(key)]
+    units = {int(data) * prod(parts) for data in every[:, SHAPE.index("data")]}
+    return min((unit if len(parts) > 1 else ceil(batch / unit) * unit for unit in units), default=None)
 
 
 def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:

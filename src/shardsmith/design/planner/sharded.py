@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.held import kept_layer, moving, states, with_reserve
 from shardsmith.design.cost.layouts import Layouts, batch_of
-from shardsmith.design.cost.price import DECISIVE, share_of
+from shardsmith.design.cost.price import decisive, share_of
 from shardsmith.design.cost.schedules import DUALPIPE_V, ZB_V
 from shardsmith.design.cost.step import Flow, Pass, Sharding, data_exposed, flow, sharding, with_gathers
 from shardsmith.design.planner.space import Index, Space
@@ -158,14 +158,14 @@ class Shardings:
         s, (rows, kind), choices = self.ways.space.subject, self._split, self.ways.choices
         parent, entry = choices.expand_kinds(kind)
         p = with_options(self.rows.layouts.select(rows.first[parent]), choices.values[entry])
-        return [states(s, p, self.ways.kinds, share_of(s, p, where)).total for where in DECISIVE]
+        return [states(s, p, self.ways.kinds, share_of(s, p, where)).total for where in decisive(s.model)]
 
     @cached_property
     def _moving(self) -> list[Array]:
         """Bytes that microbatches of every row hold, on each decisive rank."""
         s, p = self.ways.space.subject, self.rows.layouts
         kept = self.ways.kept[0][self.rows.row], self.ways.kept[1][self.rows.row]
-        return [moving(s, p, share_of(s, p, where), kept).total for where in DECISIVE]
+        return [moving(s, p, share_of(s, p, where), kept).total for where in decisive(s.model)]
 
     def least_bytes(self) -> Array:
         """What the fullest rank of each row holds at least."""
@@ -224,4 +224,4 @@ class Sharded:
 def _most(held: Sequence[Array], more: Sequence[Array]) -> Array:
     """The most of what the decisive ranks hold, a part of states and one of microbatches each."""
     sums = [a + b for a, b in zip(held, more, strict=True)]
-    return np.maximum(np.maximum(sums[0], sums[1]), sums[2])
+    return np.asarray(np.maximum.reduce(sums))

@@ -75,12 +75,13 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, logs = ctx.saved_tensors
         deferring = ctx.queue.deferring and ctx.stays
+        first, chunk = ctx.head.first, ctx.chunk  # what is put off must not hold `ctx`, and with it the graph
         full = _rows(entered(x, ctx.seam, "backward"))
         grad_full = torch.empty_like(full)
         grad_w = None if deferring else torch.zeros_like(weight)
 
         def by_logits(rows: Tensor, part: slice) -> Tensor:
-            logits, local, here = _logits(rows[part], weight, labels[part], ctx.head.first)
+            logits, local, here = _logits(rows[part], weight, labels[part], first)
             scale = grad * (labels[part] != IGNORED)
             found = logits.sub_(logs[part, None]).exp_().mul_(scale[:, None])
             if found.shape[1]:
@@ -88,7 +89,7 @@ class _Chunked(torch.autograd.Function):
             return found.to(weight.dtype)
 
         def each(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-            return ((part, by_logits(rows, part)) for part in _parts(len(labels), ctx.chunk))
+            return ((part, by_logits(rows, part)) for part in _parts(len(labels), chunk))
 
         for part, grad_logits in each(full):
             torch.matmul(grad_logits, weight, out=grad_full[part])

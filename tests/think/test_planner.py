@@ -335,6 +335,7 @@ def test_fixed_fields_hold() -> None:
         ({"days": 0.001, "tokens": 1e13}, "L103", "more days"),
         ({"model": "gpt2", "seq_len": 4096}, "B204", "1024"),
         ({"cluster": "local"}, "H502", "preset"),
+        ({"cluster": "v100"}, "H503", "dtype = float16"),
         ({"target": "megatron"}, "X351", "megatron-core"),
     ],
 )

@@ -245,6 +245,18 @@ def test_what_the_hint_proposes_works() -> None:
     assert serve(concurrency=int(options["--concurrency"])).plans
     assert serve(concurrency=640, context=int(options["--context"])).plans
     assert serve(concurrency=640, nodes=int(options["--nodes"])).plans
+    with pytest.raises(Refused, match="at most 0 requests") as refused:
+        serve(context=10**9, concurrency=1)
+    assert refused.value.faults[0].hint.startswith("--context ")
+    longest = int(refused.value.faults[0].hint.split()[1])
+    assert longest > 500_000, "the layout that holds the longest request is the nearest one"
+    assert serve(context=longest, concurrency=1).plans
+
+
+@pytest.mark.parametrize("top", [0, -2])
+def test_no_layouts_wanted_is_refused(top: int) -> None:
+    with pytest.raises(Refused, match="B203"):
+        search_serving(demand(), top=top)
 
 
 def test_json_and_table_hold_the_promised_keys() -> None:

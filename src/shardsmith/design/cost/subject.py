@@ -161,9 +161,10 @@ def unpriceable(cluster: ClusterSpec, workload: Workload) -> list[Fault]:
             UNMEASURED.fault(message, said, hint="a preset such as --cluster h100, or a cluster file that says it")
         )
     if device.peak(workload.dtype) is None:
-        known = ", ".join(sorted(device.peak_tflops)) or "none"
+        known = [dtype for dtype in ("bfloat16", "float16", "float32", "float64") if device.peak(dtype)]
         message = f"{device.name} has no known peak in {workload.dtype}"
-        hint = f"dtype = bfloat16 (known: {known})" if known != "none" else "state device.peak_tflops in a cluster file"
+        hint = f"dtype = {known[0]} (known: {', '.join(sorted(device.peak_tflops))})" if known else ""
+        hint = hint or "state device.peak_tflops in a cluster file"
         faults.append(DTYPE.fault(message, said, hint=hint))
     return faults
 

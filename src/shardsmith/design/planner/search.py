@@ -302,10 +302,11 @@ def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
 
 
 def _enough(q: Question) -> int | None:
-    """The first doubling of nodes on which something fits."""
+    """The first doubling of nodes on which one of the usual plans fits: to try all takes long where none does."""
     for factor in (2, 4, 8, 16, 32):
-        if _fastest(q.on(q.cluster.nodes * factor)) is not None:
-            return q.cluster.nodes * factor
+        more = q.on(q.cluster.nodes * factor)
+        if Bounded(space=_space(more, _subject(more)).thin(), limit=q.limit).run().plans:
+            return more.cluster.nodes
     return None
 
 

@@ -13,6 +13,7 @@ from shardsmith.design.serving.demand import Demand, Servings, servings
 from shardsmith.design.serving.latency import BOUNDS, GRAPH_LATENCY, KERNEL_SECONDS, Latency, latency
 from shardsmith.design.serving.memory import ServingMemory, block_tokens, held_tokens, serving_memory
 from shardsmith.errors import Code
+from shardsmith.plan.batch import TOO_SMALL
 from shardsmith.plan.plan import Plan
 from shardsmith.units import GIB, MIB
 
@@ -102,6 +103,8 @@ def search_serving(demand: Demand, *, top: int = 5) -> ServingResult:
     that is none, I201 where nothing fits and I202 where nothing is fast enough, each with what comes nearest.
     """
     began = time.perf_counter()
+    if top < 1:
+        raise TOO_SMALL.refuse(f"top = {top} is below 1", ("--top", f"top = {top}"), hint="1")
     s = servings(demand)
     memory, times = serving_memory(demand, s), latency(demand, s)
     fits = memory.requests >= demand.concurrency
@@ -195,7 +198,11 @@ def _verdict(
 
 def _nothing_fits(demand: Demand, s: Servings, memory: ServingMemory) -> Exception:
     """What is short where nothing fits: the layout that holds most requests, and what would help."""
-    best = int(np.argmax(np.where(memory.room > 0, memory.requests, memory.room / 1e15)))
+    # Where none holds a request, the one that holds the largest part of one.
+    part = np.where(
+        memory.room > 0, memory.requests + np.minimum(memory.room / memory.request, 1.0), memory.room / 1e15
+    )
+    best = int(np.argmax(part))
     most, said = int(memory.requests[best]), ("--concurrency", str(demand.concurrency))
     cluster = demand.cluster
     device = (cluster.name, f"{cluster.devices} x {cluster.device.memory_gib:g} GiB")
@@ -214,8 +221,9 @@ def _nothing_fits(demand: Demand, s: Servings, memory: ServingMemory) -> Excepti
         blocks = memory.room[best] / (memory.request[best] / held_tokens(demand)) / each // block
         context = int(blocks) * block
         hints += [f"--context {context}"] if demand.model.window is None and context else []
-        nodes = int(np.ceil(cluster.nodes * demand.concurrency / max(most, 1)))
-        hint = ", or ".join([*hints, f"--nodes {nodes}"])
+        # Twice the nodes hold twice the requests, but hardly a longer one.
+        hints += [f"--nodes {int(np.ceil(cluster.nodes * demand.concurrency / most))}"] if most else []
+        hint = ", or ".join(hints) or "devices with more memory"
     return NOTHING_FITS.refuse(message, said, ("--context", str(demand.context)), device, hint=hint)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from allocations import largest_sum
 from click.testing import CliRunner
+from dry_runs import compared_all
 
 from shardsmith import api
 from shardsmith.cli.main import main
@@ -19,7 +20,6 @@ from shardsmith.design.footprint.record import computed
 from shardsmith.engine.dataset.batches import Synthetic, batches_of
 from shardsmith.engine.dryrun.rank import dry_run_rank, recorded
 from shardsmith.engine.dryrun.run import dry_run
-from shardsmith.engine.runtime import environment
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.train.step import Trainer
 from shardsmith.errors import Refused
@@ -144,21 +144,9 @@ PLANS = {
 """Each ZeRO level, schedule, recomputation, and sequence parallelism; dropout, the context axis, and overlap."""
 
 
-def run_dry(setups: list[Setup]) -> list[StepRecord]:
-    """The first rank of every second plan, or the last one of the others: each of two processes does one kind."""
-    last = environment.detect().rank
-    return [dry_run_rank(s, (s.plan.world - 1) * last, Optimisation()) for s in setups[last::2]]
-
-
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Compared]:
-    shares = run_forked(run_dry, 2, list(PLANS.values()), join=False, timeout_s=400)
-    names = [list(PLANS)[share::2] for share in range(2)]
-    return {
-        name: Compared(run=run, model=computed(PLANS[name], run.rank))
-        for of_share, found in zip(names, shares, strict=True)
-        for name, run in zip(of_share, found, strict=True)
-    }
+    return compared_all({name: (setup, 1.0) for name, setup in PLANS.items()})
 
 
 @pytest.mark.parametrize("name", PLANS)

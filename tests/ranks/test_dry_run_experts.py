@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from allocations import largest_sum
 from click.testing import CliRunner
+from dry_runs import compared_all
 from test_dry_run import LLAMA, SP, setup_of
 
 from shardsmith import api
 from shardsmith.cli.main import main
 from shardsmith.design.footprint.record import computed
 from shardsmith.engine.dataset.batches import Synthetic, batches_of
-from shardsmith.engine.dryrun.rank import dry_run_rank, recorded
-from shardsmith.engine.runtime import environment
+from shardsmith.engine.dryrun.rank import recorded
 from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.grouped import kernel_for
 from shardsmith.engine.train.step import Trainer
@@ -102,24 +102,9 @@ PLANS: dict[str, tuple[Setup, float]] = {
 """Each with its imbalance: experts and latents under ZeRO levels, schedules, recomputations, and other axes."""
 
 
-def run_dry(plans: list[tuple[Setup, float]]) -> list[StepRecord]:
-    """The first rank of every second plan, or the last one of the others: each of two processes does one kind."""
-    last = environment.detect().rank
-    return [
-        dry_run_rank(s, (s.plan.world - 1) * last, Optimisation(), imbalance=imbalance)
-        for s, imbalance in plans[last::2]
-    ]
-
-
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Compared]:
-    shares = run_forked(run_dry, 2, list(PLANS.values()), join=False, timeout_s=400)
-    items = [list(PLANS.items())[share::2] for share in range(2)]
-    return {
-        name: Compared(run=run, model=computed(setup, run.rank, imbalance=imbalance))
-        for of_share, found in zip(items, shares, strict=True)
-        for (name, (setup, imbalance)), run in zip(of_share, found, strict=True)
-    }
+    return compared_all(PLANS)
 
 
 @pytest.mark.parametrize("name", PLANS)

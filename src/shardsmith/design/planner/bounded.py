@@ -24,7 +24,7 @@ from shardsmith.design.cost.layouts import MOST_HIDDEN, RECOMPUTE, Layouts, batc
 from shardsmith.design.cost.pipeline import hop
 from shardsmith.design.cost.schedules import DUALPIPE_V
 from shardsmith.design.cost.step import Pass, flow, one_pass, waiting
-from shardsmith.design.planner.found import Found, Rivals
+from shardsmith.design.planner.found import Found, Leanest, Rivals
 from shardsmith.design.planner.sharded import Scheduled, Shardings, Ways
 from shardsmith.design.planner.space import Index, Space
 from shardsmith.design.planner.tables import BLOCK, Distinct, Frames, distinct, frames_of, layered, placed, scheduled
@@ -72,10 +72,8 @@ class Bounded:
             return frames
         # A shape whose smallest microbatch does not fit fits with none.
         shapes = distinct([frames.shape])
-        smallest = frames.layouts.select(shapes.first)
-        split = np.where(smallest.tensor > 1, 1.0, 0.0)
-        least = smallest.with_(sequence_parallel=split, recompute=np.full(len(split), float(RECOMPUTE.index("full"))))
-        frames = frames.select((self._least_bytes(least) <= self.limit)[shapes.place])
+        fits = self._frame_bytes(frames.layouts.select(shapes.first)) <= self.limit
+        frames = frames.select(fits[shapes.place])
         bounds = self._frame_bounds(frames)
         return replace(frames, bounds=bounds).select(np.argsort(bounds, kind="stable"))
 
@@ -85,9 +83,7 @@ class Bounded:
         return replace(self, space=self.space.thin())
 
     def run(self, below: float = np.inf) -> Found:
-        """The best plans that take less than `below` seconds. Nothing found leaves `best` at infinity; without bounds
-        `smallest` then says what comes nearest.
-        """
+        """The best plans that take less than `below` seconds. Nothing found leaves `best` at infinity."""
         return self._run(self.frames, below)
 
     def within(self, limit: float) -> Found:
@@ -96,7 +92,7 @@ class Bounded:
 
     def _run(self, frames: Frames, below: float) -> Found:
         count = int(frames.group.max(initial=-1)) + 1
-        found = Found(best=np.full(count, np.inf), total=float(self.every.below.sum()), ceiling=below)
+        found = Found(best=np.full(count, np.inf), limit=self.limit, total=float(self.every.below.sum()), ceiling=below)
         if not self.bound:
             self._layer(frames, found)
         elif len(frames):
@@ -105,12 +101,23 @@ class Bounded:
             self._search(frames, found, LARGEST)
         return found
 
+    def leanest(self, enough: float = -np.inf) -> Leanest:
+        """The plan with the least memory, whether it fits or not; or one that holds no more than `enough` bytes."""
+        frames = self.every
+        found = Leanest(best=np.full(int(frames.group.max(initial=-1)) + 1, np.inf), limit=np.inf)
+        bounds = self._frame_bytes(frames.layouts)
+        order, size = np.argsort(bounds, kind="stable"), FIRST
+        while len(order) and bounds[order[0]] < found.limit > enough:
+            self._layer(frames.select(order[:size]), found)
+            order, size = order[size:], min(2 * size, LARGEST)
+        return found
+
     def rivals(self, wanted: Sequence[NDArray[np.bool_]]) -> Rivals:
         """The fastest of the usual plans in each of these sets of frames."""
         frames = self.frames
         kinds = distinct([mask * 1.0 for mask in wanted]) if wanted else distinct([frames.bounds * 0.0])
         sets = np.array([mask[kinds.first] for mask in wanted], dtype=bool).reshape(len(wanted), len(kinds.first))
-        found = Rivals(best=np.full(len(kinds.first), np.inf), sets=sets)
+        found = Rivals(best=np.full(len(kinds.first), np.inf), limit=self.limit, sets=sets)
         self.thin._search(replace(frames, group=kinds.place), found)
         return found
 
@@ -210,7 +217,7 @@ class Bounded:
         light = one.with_(recompute=np.zeros(len(part)))
         bound = self._near_bounds(light, [kinds[part], one.sequence_parallel, one.overlap])
         part = part[self._open(bound, group[part], found)]
-        part = part[self._least_bytes(q.select(part)) <= self.limit]
+        part = part[self._least_bytes(q.select(part)) <= found.limit]
         one = q.select(part)
         bound = self._near_bounds(one, [kinds[part], *(getattr(one, name) for name in INSIDE)])
         keep = np.flatnonzero(self._open(bound, group[part], found))
@@ -242,7 +249,7 @@ class Bounded:
         """Go through every schedule of placed plans; layers take `plain`, or `paired` under DualPipe."""
         s = self.space.subject
         handed = hop(batch_of(s, ways.placed, self.kinds), s.constants)
-        for q, row in scheduled(self.space, ways.placed):
+        for q, row in scheduled(self.space, ways.placed, every=not self.bound):
             one = plain.select(row)
             if s.model.experts:
                 one = one.where(q.schedule != DUALPIPE_V, paired.select(row))
@@ -256,23 +263,44 @@ class Bounded:
     def _shard(self, ways: Ways, rows: Scheduled, bounds: Array, group: Index, found: Found) -> None:
         """Price every way to shard the states of some scheduled plans, the most promising first."""
         shardings = Shardings(ways=ways, rows=rows, wait=self._wait)
+        found.searched += int(ways.choices.counts[rows.row].sum())
         order = np.arange(len(group))
         if self.bound:
-            order = np.flatnonzero(shardings.least_bytes() <= self.limit)
+            bounds = np.maximum(bounds, shardings.floor(found.limit))
+            order = np.flatnonzero(self._open(bounds, group, found))
             order = order[np.argsort(bounds[order], kind="stable")]
         for at in range(0, len(order), AT_ONCE):
             part = order[at : at + AT_ONCE]
             part = part[self._open(bounds[part], group[part], found)]
             if len(part):
                 below = found.threshold(self.count)[group[part]] if self.bound else np.full(len(part), np.inf)
-                plans = shardings.priced(part, below, self.limit if self.bound else np.inf)
-                found.keep(plans.seconds, plans.size, group[part][plans.parent], self.limit, plans.layouts)
+                plans = shardings.priced(part, below, found.limit if self.bound else np.inf)
+                found.keep(plans.seconds, plans.size, group[part][plans.rows.parent], plans.layouts)
 
     def _open(self, seconds: Array, group: Index, found: Found) -> NDArray[np.bool_]:
         """Which of these bounds can still lead to a plan that is kept."""
         if not self.bound:
             return np.ones(len(seconds), dtype=bool)
         return np.less(seconds, found.threshold(self.count)[group])
+
+    def _frame_bytes(self, p: Layouts) -> Array:
+        """Bytes that the fullest rank of each frame's plans holds at least."""
+        full = np.full(len(p), float(RECOMPUTE.index("full")))
+        least = p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0), recompute=full)
+        return np.maximum(self._least_bytes(least), self._mean_bytes(least))
+
+    def _mean_bytes(self, p: Layouts) -> Array:
+        """Bytes that the mean rank holds at least: its part of all layers, one microbatch of which is in flight."""
+        s, kinds = self.space.subject, self.kinds
+        dense = float(s.model.experts.first_dense if s.model.experts else s.model.layers)
+        part, sparse = 1.0 / p.pipeline, float(s.model.layers) - dense
+        share = Share(dense=dense * part, sparse=sparse * part, embedding=part, head=part, rank=p.pipeline - 1.0)
+        # Layers of a kind differ by rank, and so does what is gathered of them: left out.
+        sizes = [
+            replace(states(s, self._most_sharded(p, level), kinds, share), gathered=0.0 * part) for level in (2.0, 3.0)
+        ]
+        kept, _ = kept_layer(s, p, batch_of(s, p, kinds))
+        return with_reserve(np.minimum(*(size.total for size in sizes)) + kept * s.model.layers * part)
 
     def _least_bytes(self, p: Layouts) -> Array:
         """Bytes that the first rank holds at least: a layer less than the mean, 1F1B's microbatches in flight."""

@@ -194,9 +194,12 @@ def placed(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     return p.select(parent).with_(order=found.values[entry, 0]), parent
 
 
-def scheduled(space: Space, p: Layouts) -> Iterator[tuple[Layouts, Index]]:
-    """Layouts under each schedule, some rows at a time, and the row that each came from."""
-    found = choices([p.pipeline, p.microbatches, p.overlap], 3, lambda row: space.pipelines(*row))
+def scheduled(space: Space, p: Layouts, *, every: bool = True) -> Iterator[tuple[Layouts, Index]]:
+    """Layouts under each schedule, or under each that can be the best one, some rows at a time, and the row that each
+    came from.
+    """
+    options = space.pipelines if every else space.contenders
+    found = choices([p.pipeline, p.microbatches, p.overlap], 3, lambda row: options(*row))
     for part in parts_of(found.counts):
         parent, entry = found.expand(part)
         schedule, each, weighed = found.values[entry].T

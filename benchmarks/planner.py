@@ -91,7 +91,8 @@ def main() -> int:
         asked = asdict(search)
         target = asked.pop("target")
         runs = [measured(SEARCH, json.dumps(asked)) for _ in range(chosen.repeats)]
-        name = f"{search.model}, {search.nodes} nodes of {search.cluster}, {search.global_batch:,} x {search.seq_len:,}"
+        nodes = f"{search.nodes} node{"s" * (search.nodes > 1)}"
+        name = f"{search.model}, {nodes} of {search.cluster}, {search.global_batch:,} x {search.seq_len:,}"
         lines.append(line(name, runs, "" if target is None else f"{target:g}"))
     runs = [measured(EVERY) for _ in range(chosen.repeats)]
     lines.append(line("llama3-8b, 2 nodes of h100, no bounds: every plan priced", runs, ""))

@@ -128,9 +128,14 @@ class Bounded:
     def _search(self, frames: Frames, found: Found, size: int = FIRST) -> None:
         """Visit frames, by rising bound and `size` of them first, until none can lead to a plan that is kept."""
         rest = np.arange(len(frames))
-        while len(rest := rest[self._open(frames.bounds[rest], frames.group[rest], found)]):
-            self._layer(frames.select(rest[:size]), found)
-            rest, size = rest[size:], min(2 * size, LARGEST)
+        while len(rest):
+            thresholds = found.threshold(self.count)
+            some = np.searchsorted(frames.bounds, thresholds.max())
+            rest = rest[: np.searchsorted(rest, some)]
+            rest = rest[np.less(frames.bounds[rest], thresholds[frames.group[rest]])]
+            if len(rest):
+                self._layer(frames.select(rest[:size]), found)
+                rest, size = rest[size:], min(2 * size, LARGEST)
 
     @property
     def kinds(self) -> Precision:
@@ -158,7 +163,7 @@ class Bounded:
             dense = self._shared(part, DECIDING_DENSE, dense_kernels)
             routed = self._shared(part, DECIDING_ROUTED, experts) if s.model.experts else None
             parts.append(one_pass(batch_of(s, part, self.kinds, **fixed), s.constants, dense, routed))
-        return (Pass.joined(parts)).select(rows.place)
+        return Pass.joined(parts).select(rows.place)
 
     def _shared(self, p: Layouts, names: Sequence[str], kernels: Callable[[Batch, Constants], Kernels]) -> Kernels:
         """`kernels` of every plan, computed once for all that agree in the columns `names`."""

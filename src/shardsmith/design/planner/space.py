@@ -284,12 +284,11 @@ class Space:
         key = tuple(degrees)
         if key not in self._placements:
             seen: dict[tuple[int, ...], int] = {}
-            for index, axes in self._orders:
-                stride, strides = 1, [0] * len(degrees)
+            for index, axes in self._orders_of(tuple(axis for axis, degree in enumerate(key) if degree > 1)):
+                stride, strides = 1, [0] * len(key)
                 for axis in axes:
-                    if degrees[axis] > 1:
-                        strides[axis] = min(stride, self._widest)
-                        stride *= degrees[axis]
+                    strides[axis] = min(stride, self._widest)
+                    stride *= key[axis]
                 seen.setdefault(tuple(strides), index)
             self._placements[key] = list(seen.values())
         return self._placements[key]
@@ -299,11 +298,20 @@ class Space:
         """Ranks of the widest domain beyond which all links are alike."""
         return max((link.size for link in self.subject.cluster.levels if link.size), default=1)
 
+    def _orders_of(self, axes: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+        """Index of the first allowed order for each way to order these `axes` (places in ORDER_AXES), and that way."""
+        if axes not in self._ordered:
+            seen: dict[tuple[int, ...], int] = {}
+            for index, order in enumerate(ORDERS):
+                if self.allows("order", order):
+                    places = (ORDER_AXES.index(axis) for axis in order.split("-"))
+                    seen.setdefault(tuple(axis for axis in places if axis in axes), index)
+            self._ordered[axes] = [(index, order) for order, index in seen.items()]
+        return self._ordered[axes]
+
     @cached_property
-    def _orders(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Index of each allowed order, and its axes as places in ORDER_AXES."""
-        every = [(i, order) for i, order in enumerate(ORDERS) if self.allows("order", order)]
-        return [(i, tuple(ORDER_AXES.index(axis) for axis in order.split("-"))) for i, order in every]
+    def _ordered(self) -> dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
+        return {}
 
     @cached_property
     def _placements(self) -> dict[tuple[int, ...], list[int]]:

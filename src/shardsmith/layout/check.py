@@ -18,7 +18,7 @@ from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stage_faults, stages_per_rank
 from shardsmith.schedule import orders
 from shardsmith.specs.cluster import ClusterSpec
-from shardsmith.units import GIB, format_bytes
+from shardsmith.units import GIB, counted, format_bytes
 
 ORDER = Code(
     code="H401",
@@ -173,7 +173,8 @@ def world_faults(setup: Setup) -> list[Fault]:
 
 
 def _devices(cluster: ClusterSpec) -> str:
-    return f"{cluster.nodes} nodes x {cluster.devices_per_node} devices = {cluster.devices}"
+    each = cluster.devices_per_node or 1
+    return f"{counted(cluster.nodes, 'node')} x {counted(each, 'device')} = {cluster.devices}"
 
 
 def _world_hint(setup: Setup, devices: int) -> str:

@@ -34,8 +34,8 @@ ABSURD = Code(
     because="a slip of the unit or of the decimal point would be priced like any other figure, and every answer wrong",
 )
 RANGES = {
-    "nodes": (1, 10**9),
-    "devices_per_node": (1, 10**9),
+    "nodes": (1, 10**15),
+    "devices_per_node": (1, 10**15),
     "size": (1, 10**9),
     "memory_gib": (1e-3, 1e6),
     "memory_bandwidth_gbs": (1e-3, 1e6),

@@ -135,7 +135,7 @@ def _best_fix(s: Subject, setup: Setup, found: Estimate, rule: Pitfall) -> tuple
             batching(plan, setup.workload)
         except Refused:
             continue
-        if any(fault.severity == "error" and fault.code != "H404" for fault in examine(other).faults):
+        if any(fault.code != "H404" for fault in examine(other, cured=False).errors):
             continue
         e = estimate_plan(s, other)
         gain = found.peak - e.peak if rule.by_memory else found.step_time_s - e.step_time_s

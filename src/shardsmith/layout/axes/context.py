@@ -166,10 +166,10 @@ def context_faults(setup: Setup) -> list[Fault]:
     if plan.context % plan.ulysses:
         message = f"ulysses = {plan.ulysses} does not divide context = {plan.context}"
         hint = "ulysses = one of " + ", ".join(map(str, divisors(plan.context)))
-        return [ULYSSES.fault(message, *setup.said("plan.ulysses", "plan.context"), hint=hint)]
+        faults.append(ULYSSES.fault(message, *setup.said("plan.ulysses", "plan.context"), hint=hint))
     if plan.context > 1 and setup.workload.seq_len % (2 * plan.context):
         faults.append(_chunks_fault(setup))
-    return [*faults, *_head_faults(setup)]
+    return faults if plan.context % plan.ulysses else [*faults, *_head_faults(setup)]
 
 
 def _chunks_fault(setup: Setup) -> Fault:

@@ -294,7 +294,8 @@ def tensor_faults(setup: Setup) -> list[Fault]:
     for size in sizes(model):
         if size.misfit(plan.tensor, plan.replicate_kv):
             message = f"tensor = {plan.tensor} does not divide {size}"
-            hint = _degree_hint(setup) + (_copies_hint(setup) if size.key == "kv_heads" else "")
+            copies = copies_hint(setup) if size.key == "kv_heads" else ""
+            hint = ", or ".join(words for words in (_degree_hint(setup), copies) if words)
             owner = (setup.origin(f"model.{size.key.split('.')[0]}"), f"{size.key} = {size.value}")
             faults.append(size.code.fault(message, *setup.said("plan.tensor"), owner, hint=hint))
     each, seq_len = plan.tensor * plan.context, setup.workload.seq_len
@@ -356,7 +357,7 @@ def _degree_hint(setup: Setup) -> str:
     return f"tensor = {' or '.join(near)} ({setup.model.name} allows {', '.join(map(str, legal))})"
 
 
-def _copies_hint(setup: Setup) -> str:
+def copies_hint(setup: Setup) -> str:
     """What copying key/value heads would cost, where that makes the degree legal."""
     plan, model = setup.plan, setup.model
     if _reasons(model, plan.tensor, replicate_kv=True):
@@ -364,7 +365,7 @@ def _copies_hint(setup: Setup) -> str:
     layer = sum(w.numel for w in weights(model) if w.role in KEY_VALUE and w.layer == 0)
     more = layer / model.kv_heads - layer / plan.tensor
     size = int(more * -(-model.layers // plan.pipeline) * DTYPE_BYTES[precision(plan, setup.workload).param])
-    return f", or replicate_kv = true (+{format_bytes(size)} of weights a rank)"
+    return f"replicate_kv = true (+{format_bytes(size)} of weights a rank)"
 
 
 def model_degrees(model: ModelSpec, *, replicate_kv: bool = False) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ class Grouped:
         if self.group < pipeline:
             message = f"groups of {counted(self.group, 'microbatch')} for {pipeline} ranks"
             values = ((source, f"schedule = interleaved:{self.group}"), (source, f"pipeline = {pipeline}"))
-            found.append(SMALL_GROUP.fault(message, *values, hint=f"schedule = interleaved:{pipeline}, or interleaved"))
+            found.append(SMALL_GROUP.fault(message, *values, hint=f"schedule = interleaved:{pipeline} or interleaved"))
         return found
 
     def placement(self, *, pipeline: int, stages_per_rank: int = DEFAULT_STAGES_PER_RANK) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from report import machine, write_section
 
+from shardsmith.units import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
@@ -91,16 +93,16 @@ def main() -> int:
         asked = asdict(search)
         target = asked.pop("target")
         runs = [measured(SEARCH, json.dumps(asked)) for _ in range(chosen.repeats)]
-        nodes = f"{search.nodes} node{"s" * (search.nodes > 1)}"
-        name = f"{search.model}, {nodes} of {search.cluster}, {search.global_batch:,} x {search.seq_len:,}"
+        name = f"{search.model}, {counted(search.nodes, 'node')} of {search.cluster}, {search.global_batch:,} x {search.seq_len:,}"
         lines.append(line(name, runs, "" if target is None else f"{target:g}"))
     runs = [measured(EVERY) for _ in range(chosen.repeats)]
     lines.append(line("llama3-8b, 2 nodes of h100, no bounds: every plan priced", runs, ""))
     rate = max(run["searched"] / run["seconds"] for run in runs) / 1e6
     text = (
-        f"Speed: CPU seconds of `shardsmith.search` on one core, least and most of {chosen.repeats} processes, each of "
-        f"which runs one search (`benchmarks/planner.py`, {machine()}). Without bounds that is {rate:.1f} million plans "
-        "a second, with time and memory of each.\n\n" + "\n".join(lines)
+        f"Speed: CPU seconds of `shardsmith.search` on one core, least and most of {chosen.repeats} processes, each of\n"
+        f"which runs one search (`benchmarks/planner.py`, {machine()}).\n"
+        f"Without bounds that is {rate:.1f} million plans a second, with time and memory of each.\n\n"
+        + "\n".join(lines)
     )
     print(text)
     if chosen.write is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardsmith.errors import CODES, Code, raise_errors
 from shardsmith.layout.record import Compared
 from shardsmith.limits import dry_faults, refuse_if_huge, require_sound, require_torch, wide_enough
+from shardsmith.units import counted
 
 if TYPE_CHECKING:
     from shardsmith.design.planner.priced import Priced
@@ -660,7 +661,7 @@ def demo(out: str | Path = "demo-run", *, steps: int = 250, say: Callable[[str],
         run=Run(steps=steps, folder=str(folder), timeline_step=min(10, steps - 1), timeout_s=120.0, overwrite=True),
     )
     (folder / "job.toml").write_text(dumps(job))
-    tell(f"2. training {setup.model.name} on {setup.plan.world} ranks: {setup.plan}")
+    tell(f"2. training {setup.model.name} on {counted(setup.plan.world, 'rank')}: {setup.plan}")
     train(job)
     tell("3. proving that very plan against one process, in float64")
     certificate = verify(replace(setup, workload=replace(setup.workload, dtype="float64")), steps=2)

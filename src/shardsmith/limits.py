@@ -9,6 +9,7 @@ from shardsmith.errors import Code, Fault, raise_errors
 from shardsmith.layout.check import check
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.model import parameter_count
+from shardsmith.units import counted
 
 MOST_VERIFIED_RANKS = 16
 MOST_VERIFIED_PARAMETERS = 300_000_000
@@ -86,7 +87,9 @@ def refuse_if_huge(setup: Setup) -> None:
     world, count = setup.plan.world, parameter_count(setup.model)
     if world > MOST_VERIFIED_RANKS:
         raise TOO_MANY_RANKS.refuse(
-            f"the plan has {world} ranks", *setup.said("plan.data", "plan.tensor", "plan.pipeline"), hint="--shrink"
+            f"the plan has {counted(world, 'rank')}",
+            *setup.said("plan.data", "plan.tensor", "plan.pipeline"),
+            hint="--shrink",
         )
     if count > MOST_VERIFIED_PARAMETERS:
         raise TOO_LARGE.refuse(
@@ -100,7 +103,7 @@ def dry_faults(setup: Setup, rank: int | None) -> list[Fault]:
     """What a dry run in particular cannot do."""
     plan, model, faults = setup.plan, setup.model, []
     if rank is not None and not 0 <= rank < plan.world:
-        message = f"rank {rank} is not one of the plan's {plan.world} ranks"
+        message = f"rank {rank} is not one of the plan's {counted(plan.world, 'rank')}"
         said = setup.said("plan.pipeline", "plan.data", "plan.tensor")
         faults.append(NO_SUCH_RANK.fault(message, ("--rank", f"rank = {rank}"), *said, hint=f"0 to {plan.world - 1}"))
     if plan.compile:

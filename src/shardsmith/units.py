@@ -26,6 +26,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-9:.0f} ns"
 
 
+def counted(count: int, noun: str) -> str:
+    """How many of something, in words that agree: `1 rank`, `2 ranks`, `2 batches`."""
+    return f"{count} {noun if count == 1 else noun + ('es' if noun.endswith(('ch', 's', 'x')) else 's')}"
+
+
 def format_count(count: float) -> str:
     """Large counts in decimal units: `1.24e9 -> '1.24 B'` (billions)."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

@@ -56,6 +56,8 @@ def test_a_page_loads_nothing(report: object) -> None:
 
 def test_a_searched_report_shows_ranking_rules_neighbours_memory_and_assumptions() -> None:
     page, best = html(searched()).replace("<wbr>", ""), search().best
+    bubble = best.estimate.breakdown["bubble"] / best.estimate.step_time_s
+    assert f"that of the formulas ({bubble:.1%}) the filling and emptying of the pipeline" in page
     rows = re.findall(r'<td class="plan">(.*?)</td>', page)
     assert rows == [str(choice.setup.plan) for choice in search().plans]
     assert "312,345 plans priced, 1,000,000 more dismissed" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -204,3 +205,26 @@ def test_a_deep_pipeline_is_simulated_in_two_seconds_of_one_core() -> None:
     start = time.process_time()
     simulate_plan(setup, record=False)
     assert time.process_time() - start < 2.0
+
+
+def test_steps_by_formula_and_simulated_differ_as_the_page_says() -> None:
+    """docs/simulate.md: gpipe and 1F1B within a few per cent, half of all plans within one."""
+    changes = {}
+    for schedule, stages in (("gpipe", None), ("one_f_one_b", None), ("interleaved", 2), ("zb_h1", None), ("zb_v", 2)):
+        for zero, batch in ((1, 64), (2, 128)):
+            plan = f"tensor=2,pipeline=4,data=2,microbatch=1,zero={zero},schedule={schedule},zero_gather=per_step"
+            plan += f",stages_per_rank={stages}" if stages else ""
+            setup = shardsmith.make_setup(
+                plan=plan,
+                model="llama3-8b",
+                cluster="h100",
+                nodes=2,
+                global_batch=batch,
+                seq_len=4096,
+                dtype="bfloat16",
+            )
+            simulated = simulate_plan(setup, record=False).seconds
+            changes[schedule, zero] = abs(simulated / estimate(setup).step_time_s - 1)
+    assert statistics.median(changes.values()) < 0.01
+    assert max(changes.values()) < 0.1
+    assert max(change for (schedule, _), change in changes.items() if schedule in ("gpipe", "one_f_one_b")) < 0.04

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardsmith.errors import Refused
 from shardsmith.specs.cluster import cluster_faults
 from shardsmith.specs.flops import Convention, forward_flops, hardware_flops, mfu, model_flops, utilisation_faults
-from shardsmith.specs.library import cluster_named, cluster_names, model_named
+from shardsmith.specs.library import cluster_named, cluster_names, cluster_toml, model_named
 from shardsmith.specs.model import ModelSpec, weights
 
 LOOKED_UP = ("embedding", "position")
@@ -75,6 +75,13 @@ def test_cluster_file_is_read_as_strictly(tmp_path: Path) -> None:
     assert {fault.code for fault in refused.value.faults} == {"F102", "F103"}
     file.write_text(text.replace("size = 4\n", "").replace("-1", "1"))
     assert cluster_named(file).device.peak("bfloat16") is None
+
+
+def test_a_cluster_is_written_and_read_again(tmp_path: Path) -> None:
+    for name in cluster_names():
+        spec, file = cluster_named(name), tmp_path / f"{name}.toml"
+        file.write_text(cluster_toml(spec))
+        assert cluster_named(file) == spec
 
 
 def test_g10_mfu_against_the_dense_peak_of_that_device() -> None:

@@ -12,7 +12,7 @@ from shardsmith import api
 from shardsmith.cli.common import OK, REFUSED, Answer, verb
 from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.errors import Refused
-from shardsmith.units import GIB, format_bytes, format_seconds
+from shardsmith.units import GIB, counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from shardsmith.design.cost.estimate import Estimate
@@ -36,8 +36,10 @@ def command(**options: Any) -> Answer:
 def _show(checked: Priced) -> tuple[RenderableType, ...]:
     setup, parts = checked.setup, [str(fault) + "\n" for fault in (*checked.errors, *checked.warnings)]
     verdict = "refused" if checked.errors else "legal"
-    counts = f"{_counted(len(checked.errors), 'error')}, {_counted(len(checked.warnings), 'warning')}"
-    parts.append(f"{setup.model.name} on {setup.cluster.name}, {setup.plan.world} ranks: {verdict} ({counts})")
+    counts = f"{counted(len(checked.errors), 'error')}, {counted(len(checked.warnings), 'warning')}"
+    parts.append(
+        f"{setup.model.name} on {setup.cluster.name}, {counted(setup.plan.world, 'rank')}: {verdict} ({counts})"
+    )
     parts.append(f"plan: {setup.plan or 'one rank'}")
     if checked.estimate is not None:
         return (*parts, *_price(checked, checked.estimate))
@@ -73,7 +75,3 @@ def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
     for n in checked.better:
         better.add_row(n.axis, n.before, n.after, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
     return text, table, better
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
+from rich.table import Column, Table
 
 from shardsmith.errors import Code, Fault, Refused
 
@@ -40,6 +42,8 @@ class Amount(click.FloatRange):
         return float(found)
 
 
+LEAST_FOLDED = 40
+"""Characters of a column that breaks anywhere, such as a plan in one line."""
 PATIENCE = Amount(most=30 * 86400.0)
 """Seconds that a person may wait for an answer, up to 30 days."""
 
@@ -75,17 +79,31 @@ def verb(function: Callable[..., Answer]) -> Callable[..., None]:
         if as_json and not answer.silent:
             click.echo(json.dumps(answer.data, indent=1))
         elif not answer.silent:
-            console = console_for(sys.stdout)
             for item in answer.show:
+                console = console_for(sys.stdout, width_of(item) if isinstance(item, Table) else 0)
                 console.print(item, soft_wrap=isinstance(item, str))
         sys.exit(answer.exit_code)
 
     return wrapper
 
 
-def console_for(stream: Any) -> Console:
-    """A rich console that shows text as it is, and keeps wide tables whole when the output is not a terminal."""
-    return Console(file=stream, width=None if stream.isatty() else 160, markup=False, emoji=False, highlight=False)
+def console_for(stream: Any, least: int = 0) -> Console:
+    """A rich console that shows text as it is, at least `least` characters wide, and 160 where it is no terminal."""
+    console = Console(file=stream, width=None if stream.isatty() else 160, markup=False, emoji=False, highlight=False)
+    console.width = max(console.width, least)
+    return console
+
+
+def width_of(table: Table) -> int:
+    """Characters that a table needs so that no cell is cut: a terminal wraps what is wider, instead of hiding it."""
+
+    def least(column: Column) -> int:
+        cells = [str(cell) for cell in column.cells]
+        words = cells if column.no_wrap or column.overflow == "fold" else " ".join(cells).split()
+        widest = max(map(cell_len, words), default=0)
+        return max(cell_len(str(column.header)), min(widest, LEAST_FOLDED) if column.overflow == "fold" else widest)
+
+    return 1 + sum(3 + least(column) for column in table.columns)
 
 
 def print_refusal(faults: tuple[Fault, ...], *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ import click
 
 from shardsmith import api
 from shardsmith.cli.common import Answer, verb
-from shardsmith.units import format_bytes
+from shardsmith.units import counted, format_bytes
 
 NAMES = {"hugging_face": "Hugging Face folder", "run": "folder of a run", "checkpoint": "checkpoint"}
 
@@ -28,7 +28,7 @@ def command(source: Path, target: Path) -> Answer:
     found = api.convert(source, target)
     line = (
         f"{found.model}: {NAMES[found.source]} {source} -> {NAMES[found.target]} {target}, "
-        f"{found.tensors} tensors, {format_bytes(found.bytes)}"
+        f"{counted(found.tensors, 'tensor')}, {format_bytes(found.bytes)}"
     )
     if found.carried:
         line += ", with " + ", ".join(found.carried)

@@ -10,6 +10,7 @@ import click
 from shardsmith import api
 from shardsmith.cli.common import OK, REFUSED, Answer, console_for, verb
 from shardsmith.design.reports.timeline_picture import timeline_text
+from shardsmith.units import counted
 
 
 @click.command("demo")
@@ -21,7 +22,8 @@ def command(out: Path, steps: int) -> Answer:
     console = console_for(sys.stderr)
     tour = api.demo(out, steps=steps, say=lambda text: console.print(text))
     shown = [
-        f"loss {tour.first_loss:.3f} -> {tour.last_loss:.3f} in {steps} steps on {tour.tokens:,} tokens of real text",
+        f"loss {tour.first_loss:.3f} -> {tour.last_loss:.3f} in {counted(steps, 'step')} "
+        f"on {tour.tokens:,} tokens of real text",
         tour.certificate.summary(),
         "greedy samples:\n" + "\n".join(f"  {prompt!r} -> {text!r}" for prompt, text in tour.samples),
         timeline_text(tour.timeline),

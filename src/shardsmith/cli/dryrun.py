@@ -11,7 +11,7 @@ from shardsmith.cli.common import PATIENCE, Answer, verb
 from shardsmith.cli.inputs import setup_options
 from shardsmith.layout.record import ITEMS, Compared, StepRecord, by_kind
 from shardsmith.plan.setup import Setup
-from shardsmith.units import format_bytes
+from shardsmith.units import counted, format_bytes
 
 TFLOP = 1e12
 
@@ -48,7 +48,7 @@ def command(
 def _show(found: api.DryRun) -> tuple[RenderableType, ...]:
     setup, plan = found.setup, found.setup.plan
     parts: list[RenderableType] = [
-        f"{setup.model.name}, {plan.world} ranks, {setup.workload.seq_len} tokens a sequence, "
+        f"{setup.model.name}, {counted(plan.world, 'rank')}, {counted(setup.workload.seq_len, 'token')} a sequence, "
         f"global batch {setup.workload.global_batch}, {setup.workload.dtype}; {found.seconds:.1f} s",
         f"plan: {plan}",
     ]

@@ -11,14 +11,21 @@ from rich.table import Table
 
 from shardsmith import api
 from shardsmith.cli.common import Answer, verb
-from shardsmith.cli.serving import serving_options
+from shardsmith.cli.serving import named, serving_options
 from shardsmith.specs.job import Dtype
-from shardsmith.units import GIB, format_seconds
+from shardsmith.units import GIB, counted, format_seconds
 
 if TYPE_CHECKING:
     from shardsmith.design.planner.result import Choice, SearchResult
+    from shardsmith.plan.plan import Plan
 
 MOST_NEIGHBOURS = 24
+COLUMNS = (
+    *("tensor", "pipeline", "context", "ulysses", "data", "replicate", "expert", "expert_tensor", "schedule", "zero"),
+    *("zero_gather", "microbatch", "recompute", "overlap"),
+)
+SELDOM = ("context", "ulysses", "replicate", "expert", "expert_tensor", "zero_gather", "recompute", "overlap")
+"""Columns that are left out where no plan has anything to say in them."""
 DTYPES = (*get_args(Dtype), "float8")
 
 
@@ -37,6 +44,13 @@ DTYPES = (*get_args(Dtype), "float8")
 )
 @click.option("--top", type=int, default=5, help="Combinations of degrees to rank.")
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help="Hold a plan field to one value (repeatable).")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Lay a value over model or cluster: cluster.levels.1.bandwidth_gbs=25 (repeatable).",
+)
 @click.option("--memory-gib", type=float, help="What a rank may hold (default: all of the device).")
 @click.option("--target", help="Software that is planned for (default: megatron-core; with --serve: vllm).")
 @click.option("--imbalance", type=float, default=1.0, help="Rows of the fullest expert rank over the mean.")
@@ -62,9 +76,10 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
     Training needs --global-batch and --seq-len; with --serve the layouts are for inference, and --context and
     --concurrency say what is served.
     """
+    model, cluster = named(options)
     found = api.search(
-        options["model"],
-        options["cluster"],
+        model,
+        cluster,
         nodes=options["nodes"],
         global_batch=options["global_batch"],
         seq_len=options["seq_len"],
@@ -100,11 +115,13 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
 def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableType, ...]:
     best = found.best
     s = best.setup
-    parts: list[RenderableType] = [
+    parts: list[RenderableType] = [str(fault) + "\n" for fault in found.warnings]
+    parts += [
         f"{s.model.name}, {s.workload.global_batch} x {s.workload.seq_len} tokens in {s.workload.dtype}, on "
         f"{s.cluster.devices} x {s.cluster.device.name}, priced as {found.target}",
         _ranking(found.plans),
         f"best: {s.plan}",
+        *([_in_full(found.plans)] if len(found.plans) > 1 else []),
         best.binds,
         _memory(best),
     ]
@@ -112,7 +129,7 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
         t = found.totals
         parts.append(
             f"{t['days']:.1f} days, {t['device_hours']:,.0f} device hours, goodput {t['goodput']:.1%} "
-            f"on {s.cluster.nodes} nodes"
+            f"on {counted(s.cluster.nodes, 'node')}"
         )
     if found.robust is not best:
         parts.append(f"safest within the intervals: {found.robust.setup.plan}")
@@ -129,16 +146,14 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
 
 def _ranking(plans: tuple[Choice, ...]) -> Table:
     table = Table(title="best plan of each combination of degrees", title_justify="left")
-    names = ("tensor", "pipeline", "context", "data", "expert", "schedule", "zero", "microbatch")
+    names = [name for name in COLUMNS if name not in SELDOM or any(name in c.setup.plan.stated() for c in plans)]
     for column in (*names, "step", "80 % of runs", "MFU", "TFLOP/s", "fullest rank", "bubble"):
         table.add_column(column, justify="right", no_wrap=True)
     for choice in plans:
         e, plan = choice.estimate, choice.setup.plan
         low, high = e.interval_s
-        stages = f" x{plan.stages_per_rank}" if plan.stages_per_rank else ""
-        cells = [str(getattr(plan, name)) + (stages if name == "schedule" else "") for name in names]
         table.add_row(
-            *cells,
+            *(_cell(plan, name) for name in names),
             format_seconds(e.step_time_s),
             f"{format_seconds(low)} - {format_seconds(high)}",
             f"{e.mfu:.1%}",
@@ -147,6 +162,19 @@ def _ranking(plans: tuple[Choice, ...]) -> Table:
             f"{e.breakdown['bubble'] / e.step_time_s:.1%}",
         )
     return table
+
+
+def _cell(plan: Plan, name: str) -> str:
+    """A field of a plan for a table; stages a rank stand behind the schedule."""
+    value = getattr(plan, name)
+    if isinstance(value, tuple):
+        return "+".join(value) or "none"
+    return f"{value} x{plan.stages_per_rank}" if name == "schedule" and plan.stages_per_rank else str(value)
+
+
+def _in_full(plans: tuple[Choice, ...]) -> str:
+    """The plans that are ranked, each in one line that any verb takes."""
+    return "in full:\n" + "\n".join(f"{place}. {choice.setup.plan}" for place, choice in enumerate(plans, 1))
 
 
 def _memory(choice: Choice) -> Table:
@@ -174,8 +202,9 @@ def _neighbours(choice: Choice) -> Table:
 
 def _front(found: SearchResult) -> Table:
     table = Table(title="no plan beats these in time, memory and devices", title_justify="left")
-    for column in ("nodes", "step", "fullest rank", "plan"):
-        table.add_column(column, justify="left", no_wrap=column != "plan")
+    for column in ("nodes", "step", "fullest rank"):
+        table.add_column(column, justify="left", no_wrap=True)
+    table.add_column("plan", justify="left", overflow="fold")
     for choice in found.pareto:
         e = choice.estimate
         nodes, plan = str(choice.setup.cluster.nodes), str(choice.setup.plan)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from shardsmith import api
 from shardsmith.cli.common import Amount, Answer, verb
-from shardsmith.units import format_bytes, format_count
+from shardsmith.units import counted, format_bytes, format_count
 
 if TYPE_CHECKING:
     from shardsmith.engine.dataset.prepare import Prepared, Watch
@@ -120,11 +120,14 @@ def _notes(found: Prepared) -> list[str]:
     if found.asked_vocab is not None and found.meta.vocab < found.asked_vocab:
         notes.append(f"note: the text gave {found.meta.vocab} ids of the {found.asked_vocab} asked for")
     if found.replaced:
-        notes.append(f"note: {found.replaced} byte runs in {found.malformed} files were not UTF-8: read as U+FFFD")
+        notes.append(
+            f"note: {counted(found.replaced, 'byte run')} in {counted(found.malformed, 'file')} "
+            "not UTF-8: read as U+FFFD"
+        )
     if found.empty:
-        notes.append(f"note: {found.empty} records without text were left out")
+        notes.append(f"note: left out {counted(found.empty, 'record')} without text")
     if found.skipped:
-        notes.append(f"note: {len(found.skipped)} files were skipped")
+        notes.append(f"note: skipped {counted(len(found.skipped), 'file')}")
         notes.extend(f"  {skipped.path} {skipped.reason}" for skipped in found.skipped[:SHOWN])
     if len(found.skipped) > SHOWN:
         notes.append(f"  ... and {len(found.skipped) - SHOWN} more: --json names them all")

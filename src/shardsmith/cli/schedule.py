@@ -18,6 +18,7 @@ from shardsmith.schedule.grid import GOES_ON, IDLE, Drawing
 from shardsmith.schedule.play import weight_versions
 from shardsmith.schedule.solve import Solved
 from shardsmith.schedule.study import Study
+from shardsmith.units import counted
 
 COLOURS = {"F": "black on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow", IDLE: "dim"}
 MOST_CELLS = 4000
@@ -110,7 +111,8 @@ def _title(study: Study) -> str:
     lengths = "as drawn, a slot a cell"
     if times is not None:
         lengths = ", ".join(f"{key} = {float(getattr(times, key)):g}" for key in "FIW") + " per microbatch and rank"
-    return f"{order.name}: {order.pipeline} ranks, {order.stages} stages, {order.microbatches} microbatches; {lengths}"
+    ranks, stages = counted(order.pipeline, "rank"), counted(order.stages, "stage")
+    return f"{order.name}: {ranks}, {stages}, {counted(order.microbatches, 'microbatch')}; {lengths}"
 
 
 class Folded:

@@ -11,6 +11,9 @@ from click.core import ParameterSource
 
 from shardsmith import api
 from shardsmith.cli.common import Answer
+from shardsmith.plan.file import make_specs
+from shardsmith.specs.cluster import ClusterSpec
+from shardsmith.specs.model import ModelSpec
 
 WIDTHS = click.Choice(["bfloat16", "float8"])
 OPTIONS = (
@@ -23,7 +26,7 @@ OPTIONS = (
     click.option("--cache-dtype", type=WIDTHS, default="bfloat16", help="With --serve: dtype of keys and values."),
 )
 SERVING = ("context", "concurrency", "ttft_ms", "tpot_ms", "weights_dtype", "cache_dtype")
-SHARED = ("serve", "model", "cluster", "nodes", "top", "target", "as_json")
+SHARED = ("serve", "model", "cluster", "nodes", "overrides", "top", "target", "as_json")
 """Options that both kinds of plans take; every other one belongs to training alone."""
 
 
@@ -49,6 +52,13 @@ def serving_options(*, training: tuple[str, ...]) -> Callable[[Callable[..., Ans
     return decorate
 
 
+def named(options: dict[str, Any]) -> tuple[ModelSpec | str, ClusterSpec | str]:
+    """Model and cluster as the options name them, with what `--set` lays over them."""
+    if not options["overrides"]:
+        return options["model"], options["cluster"]
+    return make_specs(options["model"], options["cluster"], nodes=options["nodes"], overrides=options["overrides"])
+
+
 def _require_usage(serve: bool, wanted: tuple[str, ...]) -> None:
     ctx = click.get_current_context()
     given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
@@ -68,9 +78,10 @@ def _option(name: str) -> str:
 def _answer(asked: dict[str, Any], shared: dict[str, Any]) -> Answer:
     from shardsmith.design.reports.serving_tables import serving_tables
 
+    model, cluster = named(shared)
     found = api.serve(
-        shared["model"],
-        shared["cluster"],
+        model,
+        cluster,
         nodes=shared["nodes"],
         top=shared["top"],
         target=shared["target"],

@@ -14,7 +14,7 @@ from rich.table import Table
 from shardsmith import api
 from shardsmith.cli.common import Answer, verb
 from shardsmith.cli.inputs import plan_options, priced_setup
-from shardsmith.units import format_seconds
+from shardsmith.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from shardsmith.design.simulator.simulation import Simulation
@@ -83,7 +83,7 @@ def command(
 def _show(found: Simulation, drawn: bool) -> tuple[RenderableType, ...]:
     setup = found.setup
     parts: list[RenderableType] = [str(fault) + "\n" for fault in found.warnings]
-    parts.append(f"{setup.model.name} on {setup.cluster.name}, {setup.plan.world} ranks: {setup.plan}")
+    parts.append(f"{setup.model.name} on {setup.cluster.name}, {counted(setup.plan.world, 'rank')}: {setup.plan}")
     parts.append(found.origin)
     step = f"step {format_seconds(found.seconds)}"
     if found.low is not None and found.high is not None:

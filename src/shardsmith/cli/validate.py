@@ -11,7 +11,7 @@ from rich.table import Table
 from shardsmith import api
 from shardsmith.cli.common import REFUSED, Answer, verb
 from shardsmith.cli.inputs import plan_options, priced_setup
-from shardsmith.units import format_seconds
+from shardsmith.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from shardsmith.design.validation.report import Validation
@@ -68,7 +68,7 @@ def _validate(runs: str, cross: str, moe: bool, constants: str | None) -> Answer
     for name, rows, mean, bias in by_group(found):
         table.add_row(name, str(rows), f"{mean:.1%}", f"{bias:+.1%}")
     text = (
-        f"{len(found.predicted)} rows, {len(found.skipped)} skipped; error: mean {errors.mean:.1%}, "
+        f"{counted(len(found.predicted), 'row')}, {len(found.skipped)} skipped; error: mean {errors.mean:.1%}, "
         f"median {errors.median:.1%}, group-weighted {errors.group_weighted:.1%}; "
         f"{found.held:.0%} inside the 80 % interval"
     )
@@ -99,7 +99,7 @@ def _refit(log: str, given: dict[str, Any], target: str, constants: str | None, 
         share, sigmas = f"{move.share:+.1%}", f"{move.sigmas:+.2f} sigma"
         table.add_row(move.name, f"{move.before:.4g}", f"{move.after:.4g}", share, sigmas)
     text = (
-        f"{found.log.steps} steps of a {found.log.form} log: {format_seconds(found.log.seconds)} "
+        f"{counted(found.log.steps, 'step')} of a {found.log.form} log: {format_seconds(found.log.seconds)} "
         f"(+- {format_seconds(found.log.spread)}); predicted {format_seconds(data['predicted_before_s'])} before, "
         f"{format_seconds(data['predicted_after_s'])} after"
     )

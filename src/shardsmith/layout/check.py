@@ -11,14 +11,16 @@ from shardsmith.layout.axes.data import data_faults
 from shardsmith.layout.axes.expert import expert_faults
 from shardsmith.layout.axes.tensor import model_degrees, tensor_faults
 from shardsmith.layout.capability import capability_faults
+from shardsmith.layout.cures import with_cures
 from shardsmith.layout.overlap import overlap_faults
 from shardsmith.layout.shards import StageStates, stage_states
 from shardsmith.plan.batch import TOO_SMALL, batch_faults, batching
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stage_faults, stages_per_rank
 from shardsmith.schedule import orders
+from shardsmith.schedule.rules import FEW_MICROBATCHES, SMALL_GROUP
 from shardsmith.specs.cluster import ClusterSpec
-from shardsmith.units import GIB, format_bytes
+from shardsmith.units import GIB, counted, format_bytes
 
 ORDER = Code(
     code="H401",
@@ -66,6 +68,8 @@ PLAN_COUNTS = (
 )
 MOST, MOST_DATA = 10**6, 10**9
 """Degrees and counts of a plan, and sequences and their lengths, above which nobody means what is written."""
+STILL_PLACED = {FEW_MICROBATCHES.code, SMALL_GROUP.code}
+"""Faults of a schedule that leave its stages where they are, so that what is wrong with those is known at once."""
 AXES = ("tensor", "context", "data", "pipeline")
 
 
@@ -93,8 +97,11 @@ def check(setup: Setup, *, running: bool = False) -> list[Fault]:
     return list(examine(setup, running=running).faults)
 
 
-def examine(setup: Setup, *, running: bool = False) -> Checked:
-    """`check`, with the bytes of states a stage where the plan has no structural fault."""
+def examine(setup: Setup, *, running: bool = False, cured: bool = True) -> Checked:
+    """`check`, with the bytes of states a stage where the plan has no structural fault.
+
+    Hints are tried against all rules unless `cured` is false: for whoever asks only whether a plan is legal.
+    """
     able = capability_faults(setup, running=running)
     small = size_faults(setup)
     if small:  # nothing below can be computed from a degree of zero
@@ -102,14 +109,23 @@ def examine(setup: Setup, *, running: bool = False) -> Checked:
     faults = [*order_faults(setup), *axis_faults(setup), *overlap_faults(setup)]
     batch = batch_faults(setup.plan, setup.workload, setup.origin)
     schedule = schedule_faults(setup, 1 if batch else batching(setup.plan, setup.workload).microbatches)
+    if batch:  # nobody knows yet whether there are enough microbatches
+        schedule = [fault for fault in schedule if fault.code != FEW_MICROBATCHES.code]
     faults += [*batch, *schedule]
-    if not schedule:
+    if all(fault.code in STILL_PLACED for fault in schedule):
         setup = settled(setup)
         faults += stage_faults(setup)
-    sound = not any(f.severity == "error" for f in faults)
-    memory = stage_states(setup) if sound else ()
+    errors = {f.code for f in faults if f.severity == "error"}
+    memory = stage_states(setup) if errors <= STILL_PLACED else ()
     faults += [*world_faults(setup), *length_faults(setup), *memory_faults(setup, memory)]
+    if cured and errors:
+        faults = with_cures(setup, faults, _errors)
     return Checked(setup=setup, faults=(*faults, *able), memory=memory)
+
+
+def _errors(setup: Setup) -> frozenset[str]:
+    """Codes of the errors of `setup`."""
+    return frozenset(fault.code for fault in examine(setup, cured=False).errors)
 
 
 def axis_faults(setup: Setup) -> list[Fault]:
@@ -173,7 +189,8 @@ def world_faults(setup: Setup) -> list[Fault]:
 
 
 def _devices(cluster: ClusterSpec) -> str:
-    return f"{cluster.nodes} nodes x {cluster.devices_per_node} devices = {cluster.devices}"
+    each = cluster.devices_per_node or 1
+    return f"{counted(cluster.nodes, 'node')} x {counted(each, 'device')} = {cluster.devices}"
 
 
 def _world_hint(setup: Setup, devices: int) -> str:

@@ -48,6 +48,12 @@ MIXED = Code(
     "experts and latent attention have exchanges of their own between them",
 )
 
+TWICE = Code(
+    code="T307",
+    title="an overlap policy named twice",
+    because="a policy is in use or not: naming it again changes nothing, and another one may have been meant",
+)
+
 CHUNKS = 4
 """Parts into which `chunks` cuts a product, where it has so many rows."""
 
@@ -85,6 +91,10 @@ def overlap_faults(setup: Setup) -> list[Fault]:
         return []
     said = setup.said("plan.overlap")
     named = "+".join(plan.overlap)
+    if len(set(plan.overlap)) < len(plan.overlap):
+        once = "+".join(dict.fromkeys(plan.overlap))
+        twice = next(policy for policy in plan.overlap if plan.overlap.count(policy) > 1)
+        faults.append(TWICE.fault(f"overlap names {twice} more than once", *said, hint=f"overlap = {once}"))
     if plan.tensor == 1:
         message = f"overlap = {named}, but tensor = 1"
         hint = "tensor = 2 or more, or leave overlap out"

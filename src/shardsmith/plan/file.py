@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import tomli_w
 
@@ -22,12 +22,14 @@ from shardsmith.errors import Code, Fault, Refused, raise_errors
 from shardsmith.plan.batch import Batching as Batching
 from shardsmith.plan.batch import batching as batching
 from shardsmith.plan.line import parse_plan_line as parse_plan_line
-from shardsmith.plan.line import plan_table, value_of
+from shardsmith.plan.line import plan_table
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Job as Job
 from shardsmith.plan.setup import Setup as Setup
 from shardsmith.plan.setup import shown
 from shardsmith.plan.stages import settled
+from shardsmith.plan.tables import PLAN_SECTIONS, Tables
+from shardsmith.plan.tables import SECTIONS as SECTIONS
 from shardsmith.specs.cluster import ClusterSpec, cluster_faults
 from shardsmith.specs.hf_config import from_hf_config
 from shardsmith.specs.job import Data, Optimisation, Run, Workload
@@ -35,20 +37,9 @@ from shardsmith.specs.job_rules import job_faults
 from shardsmith.specs.library import cluster_named, model_named
 from shardsmith.specs.model import ModelSpec
 from shardsmith.specs.model_rules import model_faults
-from shardsmith.specs.parse import ALIASES, NOT_TOML, UNKNOWN_KEY, WRONG_VALUE, did_you_mean, parse_table, read_toml
+from shardsmith.specs.parse import NOT_TOML, UNKNOWN_KEY, WRONG_VALUE, did_you_mean, parse_table, read_toml
 
 T = TypeVar("T")
-
-SECTIONS: dict[str, type[Any]] = {
-    "model": ModelSpec,
-    "workload": Workload,
-    "cluster": ClusterSpec,
-    "plan": Plan,
-    "data": Data,
-    "optimisation": Optimisation,
-    "run": Run,
-}
-PLAN_SECTIONS = ("model", "workload", "cluster", "plan")
 
 ONE_INPUT = Code(
     code="F203",
@@ -58,10 +49,10 @@ ONE_INPUT = Code(
 NO_SECTION = Code(
     code="F204", title="missing table", because="model and workload have no default that would be right for everyone"
 )
-NOT_AN_OVERRIDE = Code(
-    code="F208",
-    title="not a section.key=value override",
-    because="a key is known by its table, since several tables have keys of the same name",
+NOT_HERE = Code(
+    code="F210",
+    title="an override of what is not given",
+    because="a search is asked about a model and a cluster; plan and workload have options of their own",
 )
 CIRCLE = Code(
     code="F209",
@@ -77,31 +68,6 @@ DEFAULT_SEQ_LEN = 128
 """Tokens of a sequence for a plan in one line that does not say (less where the model's context is shorter)."""
 
 
-@dataclass(kw_only=True)
-class Tables:
-    """The raw tables of one input while they are being put together, and where each key was written."""
-
-    source: str
-    folder: Path = Path()
-    tables: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    fill: bool = False
-    """Whether a workload that is not stated gets defaults (a plan in one line) or is a fault (a file)."""
-
-    def put(self, section: str, key: str, value: Any, origin: str) -> None:
-        """State one value, over whatever was there."""
-        self.tables[section] = {**self.tables.get(section, {}), key: value}
-        self.origins[f"{section}.{key}"] = origin
-
-    def table(self, section: str) -> Any:
-        """What stands under `section`; an empty table where nothing does."""
-        return self.tables.get(section, {})
-
-    def sources(self, section: str) -> dict[str, str]:
-        """Where each key of `section` was written."""
-        return {k.partition(".")[2]: o for k, o in self.origins.items() if k.startswith(section + ".")}
-
-
 def read_setup(path: str | Path) -> Setup:
     """The setup of a plan or job file; raises `Refused` with all faults of the file at once."""
     return read_job(path).setup
@@ -115,7 +81,7 @@ def read_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     faults: list[Fault] = []
     tables = file_tables(path, faults)
     for text in overrides:
-        _override(tables, text, faults)
+        tables.override(text, faults)
     return job_of(tables, faults)
 
 
@@ -179,8 +145,36 @@ def make_setup(
             section, _, key = option.partition(".")
             tables.put(section, key, value, "--" + key.replace("_", "-"))
     for text in overrides:
-        _override(tables, text, faults)
+        tables.override(text, faults)
     return job_of(tables, faults).setup
+
+
+def make_specs(
+    model: str, cluster: str, *, nodes: int | None = None, overrides: Sequence[str] = ()
+) -> tuple[ModelSpec, ClusterSpec]:
+    """A model and a cluster by name (preset, TOML file, Hugging Face folder), with `overrides` laid over them.
+
+    Raises `Refused` with all faults at once; F210 for an override of another table.
+    """
+    faults: list[Fault] = []
+    tables = Tables(source="options")
+    tables.put("model", "preset", model, "--model")
+    tables.put("cluster", "preset", cluster, "--cluster")
+    if nodes is not None:
+        tables.put("cluster", "nodes", nodes, "--nodes")
+    for text in overrides:
+        section = text.partition("=")[0].strip().partition(".")[0]
+        if section in SECTIONS and section not in ("model", "cluster"):
+            message = f"--set {text}: only model and cluster have values here"
+            hint = "--fix for fields of the plan, options such as --seq-len for the workload"
+            faults.append(NOT_HERE.fault(message, ("--set", text), hint=hint))
+            continue
+        tables.override(text, faults)
+    found = _attempt(faults, lambda: _model(tables)), _attempt(faults, lambda: _cluster(tables))
+    raise_errors(faults)
+    assert found[0], "a model that could not be read was reported"
+    assert found[1], "a cluster that could not be read was reported"
+    return found[0], found[1]
 
 
 def file_tables(path: str | Path, faults: list[Fault], within: tuple[Path, ...] = ()) -> Tables:
@@ -218,32 +212,6 @@ def _tables_of(data: Mapping[str, Any], source: str, folder: Path, faults: list[
         if isinstance(table, Mapping):
             tables.origins |= {f"{section}.{key}": source for key in table}
     return tables
-
-
-def _override(tables: Tables, text: str, faults: list[Fault]) -> None:
-    """Lay one `section.key=value` over `tables`."""
-    path, equals, value = text.partition("=")
-    section, dot, key = path.strip().partition(".")
-    if not (equals and dot and key):
-        hint = _placed(path.strip(), value) or "plan.tensor=2"
-        faults.append(NOT_AN_OVERRIDE.fault(f"{text!r} is not section.key=value", ("--set", text), hint=hint))
-        return
-    if section not in SECTIONS:
-        message = f"there is no table [{section}]"
-        hint = _placed(key, value) or did_you_mean(section, SECTIONS)
-        faults.append(UNKNOWN_KEY.fault(message, ("--set", text), hint=hint))
-        return
-    hints = {"preset": str, "hf": str, "nodes": int} | get_type_hints(SECTIONS[section])
-    if isinstance(tables.table(section), Mapping):
-        tables.put(section, key, value_of(value.strip(), hints.get(key, int)), "--set")
-
-
-def _placed(key: str, value: str) -> str:
-    """A hint that names the tables with a `key` of that name, or of the one it stands for; empty without any."""
-    key = ALIASES.get(key, key)
-    # a table of the run before one of the model, which is seldom changed
-    places = [name for name in reversed(SECTIONS) if key in get_type_hints(SECTIONS[name])]
-    return "did you mean " + " or ".join(f"{name}.{key}={value}" for name in places) + "?" if places else ""
 
 
 def job_of(tables: Tables, faults: Iterable[Fault] = ()) -> Job:
@@ -285,7 +253,7 @@ def _attempt(faults: list[Fault], read: Callable[[], T]) -> T | None:
 
 
 def _section(tables: Tables, section: str, cls: type[T], table: Any = None) -> T:
-    data = tables.table(section) if table is None else table
+    data = tables.laid(section, tables.table(section) if table is None else table)
     return parse_table(cls, data, source=tables.source, section=section, sources=tables.sources(section))
 
 
@@ -319,7 +287,7 @@ def _model(tables: Tables) -> ModelSpec:
         base = model_named(preset)
     elif hf is not None:
         base = from_hf_config(hf if tables.origins["model.hf"] == "--set" else tables.folder / hf)
-    if base is not None and not rest:
+    if base is not None and not rest and not tables.inner("model"):
         return base
     merged = _without_none(asdict(base)) | rest if base else rest
     model = _section(tables, "model", ModelSpec, merged)
@@ -339,8 +307,26 @@ def _cluster(tables: Tables) -> ClusterSpec:
         base = cluster_named(preset if preset is not None else "local")
         merged = _without_none(asdict(base)) | rest
         cluster = _section(tables, "cluster", ClusterSpec, merged)
-    raise_errors(cluster_faults(cluster, tables.sources("cluster").get("nodes", tables.source)))
+    cluster = _with_origins(cluster, tables.inner("cluster"))
+    raise_errors(cluster_faults(cluster, tables.source, tables.sources("cluster")))
     return cluster
+
+
+def _with_origins(cluster: ClusterSpec, stated: Iterable[str]) -> ClusterSpec:
+    """`cluster` whose device and links say which of their figures were laid over, by keys such as `levels.0.size`."""
+    laid: dict[str, list[str]] = {}
+    for key in stated:
+        part, _, figure = key.rpartition(".")
+        part = part.removesuffix(".peak_tflops")
+        if figure != "origin":
+            laid.setdefault(part, []).append(figure)
+
+    def told(origin: str, part: str) -> str:
+        return f"{origin}; --set: {', '.join(laid[part])}" if part in laid else origin
+
+    device = replace(cluster.device, origin=told(cluster.device.origin, "device"))
+    levels = (replace(link, origin=told(link.origin, f"levels.{at}")) for at, link in enumerate(cluster.levels))
+    return replace(cluster, device=device, levels=tuple(levels))
 
 
 def _text(tables: Tables, section: str, key: str) -> str | None:

@@ -14,6 +14,7 @@ from shardsmith.plan.setup import Setup
 from shardsmith.schedule import orders
 from shardsmith.specs.flops import model_flops
 from shardsmith.specs.model import ModelSpec
+from shardsmith.units import counted
 
 TOO_MANY_STAGES = Code(
     code="P301",
@@ -185,7 +186,8 @@ def stage_faults(setup: Setup) -> list[Fault]:
         [f"stages_per_rank = {fewer}"] if each > fewer >= orders.load(plan.schedule).DEFAULT_STAGES_PER_RANK else []
     )
     said = setup.said("plan.pipeline", "plan.schedule", "model.layers")
-    message = f"pipeline x stages per rank = {plan.pipeline} x {each} = {count} stages for {model.layers} layers"
+    product = f"pipeline x stages per rank = {plan.pipeline} x {each} = {counted(count, 'stage')}"
+    message = f"{product} for {counted(model.layers, 'layer')}"
     return [TOO_MANY_STAGES.fault(message, *said, hint=", or ".join([*hints, _spread_hint(model.layers, count)]))]
 
 
@@ -193,7 +195,7 @@ def _spread_hint(layers: int, count: int) -> str:
     """Where only the ends would be without a layer, an explicit list is legal."""
     inner = count - 2
     if not 0 < inner <= layers:
-        return f"a model of at least {count} layers"
+        return f"a model of at least {counted(count, 'layer')}"
     middle = even_layers(layers, inner)
     return "layers = " + "+".join(map(str, (0, *middle, 0))) + " (embedding and head on stages of their own)"
 
@@ -204,16 +206,16 @@ def _list_faults(setup: Setup, counts: tuple[int, ...], count: int) -> list[Faul
     even = "layers = " + "+".join(map(str, even_layers(model.layers, count)))
     hint = even if count <= model.layers else _spread_hint(model.layers, count)
     if len(counts) != count:
-        message = f"layers names {len(counts)} stages, but pipeline x stages per rank = {count}"
+        message = f"layers names {counted(len(counts), 'stage')}, but pipeline x stages per rank = {count}"
         values = (*said, *setup.said("plan.pipeline", "plan.stages_per_rank"))
         faults.append(LAYERS_LENGTH.fault(message, *values, hint=hint))
     if sum(counts) != model.layers:
-        message = f"layers adds up to {sum(counts)}, but {model.name} has {model.layers} layers"
+        message = f"layers adds up to {sum(counts)}, but {model.name} has {counted(model.layers, 'layer')}"
         faults.append(LAYERS_SUM.fault(message, *said, *setup.said("model.layers"), hint=hint))
     for index, layers in enumerate(counts):
         ends = index in (0, len(counts) - 1)
         if layers < 0 or (layers == 0 and not ends):
-            message = f"stage {index} would hold {layers} layers"
+            message = f"stage {index} would hold {counted(layers, 'layer')}"
             faults.append(EMPTY_STAGE.fault(message, *said, hint=hint))
     return faults
 

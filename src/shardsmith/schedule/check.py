@@ -9,6 +9,7 @@ from shardsmith.errors import Fault
 from shardsmith.schedule.ir import Action, Kind, Order, needs
 from shardsmith.schedule.play import UNIT, advance
 from shardsmith.schedule.rules import IMPOSSIBLE, MISSING, OUTSIDE, REPEATED, WRONG_RANK
+from shardsmith.units import counted
 
 Name = Callable[[Action], str]
 
@@ -45,7 +46,7 @@ def _outside(order: Order, source: str, name: Name) -> list[Fault]:
     ]
     if not strays:
         return []
-    sizes = f"{order.stages} stages, {order.microbatches} microbatches"
+    sizes = f"{counted(order.stages, 'stage')}, {counted(order.microbatches, 'microbatch')}"
     return [OUTSIDE.fault(f"{listing(map(name, strays))}: no such stage or microbatch", (source, sizes))]
 
 

@@ -21,6 +21,7 @@ from shardsmith.schedule.orders import load, names
 from shardsmith.schedule.play import Played, peak_live, play
 from shardsmith.schedule.rules import size_faults
 from shardsmith.schedule.study import Study
+from shardsmith.units import counted
 
 COSTS = Code(
     code="S030",
@@ -129,7 +130,7 @@ def _faults(
         return faults
     said = (source, f"stage times = {', '.join(f'{float(t):g}' for t in times)}")
     if not times or len(times) % pipeline:
-        message = f"{len(times)} stage times for {pipeline} ranks"
+        message = f"{counted(len(times), 'stage time')} for {counted(pipeline, 'rank')}"
         faults.append(COSTS.fault(message, said, (source, f"pipeline = {pipeline}"), hint=f"{pipeline} times"))
     if any(t <= 0 for t in times):
         faults.append(COSTS.fault("a stage time is not above 0", said, hint="leave the stage out"))

@@ -6,11 +6,12 @@ All bandwidths are per device and in ONE direction: vendors often print both dir
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardsmith.errors import Code, Fault
+from shardsmith.specs.parse import origin_of
 
 PathKind = Literal["nvlink", "pcie", "rdma_gdr", "rdma", "host", "tcp", "shm"]
 """How data travels: `rdma_gdr` straight from device memory, `rdma` and `host` staged in host memory."""
@@ -27,6 +28,23 @@ LEVELS = Code(
     title="link levels must widen",
     because="levels are listed from the fastest, smallest domain outwards; only the outermost spans the whole cluster",
 )
+ABSURD = Code(
+    code="H105",
+    title="a figure that no machine has",
+    because="a slip of the unit or of the decimal point would be priced like any other figure, and every answer wrong",
+)
+RANGES = {
+    "nodes": (1, 10**15),
+    "devices_per_node": (1, 10**15),
+    "size": (1, 10**9),
+    "memory_gib": (1e-3, 1e6),
+    "memory_bandwidth_gbs": (1e-3, 1e6),
+    "peak_tflops": (1e-6, 1e6),
+    "bandwidth_gbs": (1e-6, 1e6),
+    "latency_us": (1e-3, 1e7),
+}
+"""Least and most of each figure, in its own unit: from a slow embedded board or a modem to what nobody has built."""
+
 NODE_SIZE = Code(
     code="H104",
     title="several nodes of unknown size",
@@ -93,23 +111,36 @@ class ClusterSpec:
         return replace(self, nodes=nodes)
 
 
-def cluster_faults(spec: ClusterSpec, source: str) -> list[Fault]:
-    """Every rule that `spec`, read from `source`, breaks by itself (H102 to H104); empty for a sound cluster."""
-    figures: dict[str, float | None] = {
-        "nodes": spec.nodes,
-        "devices_per_node": spec.devices_per_node,
-        "device.memory_gib": spec.device.memory_gib,
-        "device.memory_bandwidth_gbs": spec.device.memory_bandwidth_gbs,
-    }
-    figures |= {f"device.peak_tflops.{dtype}": peak for dtype, peak in spec.device.peak_tflops.items()}
+def _figures(spec: ClusterSpec) -> Iterator[tuple[str, str, float | None]]:
+    """Every figure of `spec`: its key (`levels.0.latency_us`), the field that it is of, and its value."""
+    for name in ("nodes", "devices_per_node"):
+        yield name, name, getattr(spec, name)
+    for name in ("memory_gib", "memory_bandwidth_gbs"):
+        yield f"device.{name}", name, getattr(spec.device, name)
+    for dtype, peak in spec.device.peak_tflops.items():
+        yield f"device.peak_tflops.{dtype}", "peak_tflops", peak
     for at, link in enumerate(spec.levels):
-        figures |= {f"levels.{at}.size": link.size, f"levels.{at}.bandwidth_gbs": link.bandwidth_gbs}
-        figures |= {f"levels.{at}.latency_us": link.latency_us}
-    faults = [
-        POSITIVE_FIGURE.fault(f"{key} must be greater than zero", (source, f"{key} = {value:g}"))
-        for key, value in figures.items()
-        if value is not None and value <= 0
-    ]
+        for name in ("size", "bandwidth_gbs", "latency_us"):
+            yield f"levels.{at}.{name}", name, getattr(link, name)
+
+
+def cluster_faults(spec: ClusterSpec, source: str, sources: Mapping[str, str] | None = None) -> list[Fault]:
+    """Every rule that `spec`, read from `source`, breaks by itself (H102 to H105); empty for a sound cluster.
+
+    `sources` names another origin for single keys (`levels.0.latency_us`).
+    """
+    faults: list[Fault] = []
+    for key, name, value in _figures(spec):
+        if value is None:
+            continue
+        least, most = RANGES[name]
+        shown = str(value) if isinstance(value, int) else f"{value:g}"  # a huge int has no float
+        said = (origin_of(key.split("."), source, sources or {}), f"{key} = {shown}")
+        if value <= 0:
+            faults.append(POSITIVE_FIGURE.fault(f"{key} must be greater than zero", said))
+        elif not least <= value <= most:
+            message = f"{key} = {shown} is outside {least:g} to {most:g}"
+            faults.append(ABSURD.fault(message, said, hint=f"{key} from {least:g} to {most:g}"))
     for inner, outer in zip(spec.levels, spec.levels[1:], strict=False):
         if inner.size is None or (outer.size is not None and outer.size <= inner.size):
             faults.append(

@@ -9,6 +9,7 @@ from typing import Any
 from shardsmith.errors import Code, Fault
 from shardsmith.specs.job import SYNTHETIC, Data, Optimisation, Run
 from shardsmith.specs.learning_rate import decay_length
+from shardsmith.units import counted
 
 OUT_OF_RANGE = Code(
     code="F206",
@@ -90,7 +91,7 @@ def _data(found: _Judge, data: Data, run: Run) -> None:
     found.within("data.path", paths >= 1 and (paths == 1 or SYNTHETIC not in data.paths), "token files, or synthetic")
     found.within("data.eval_fraction", 0 <= data.eval_fraction < 1, "0 or more and below 1")
     if data.weights and (len(data.weights) != paths or min(data.weights) <= 0):
-        message = f"{len(data.weights)} weights for {paths} paths"
+        message = f"{counted(len(data.weights), 'weight')} for {counted(paths, 'path')}"
         if len(data.weights) == paths:
             message = "a weight is not above zero"
         found.add(WEIGHTS, message, "data.path", "data.weights", hint=f"weights = {[1] * paths}")

@@ -70,15 +70,16 @@ def model_from_table(data: Mapping[str, Any], *, source: str, section: str = "")
 
 def model_toml(spec: ModelSpec) -> str:
     """`spec` as a TOML file that `model_named` reads again."""
-    table = asdict(spec)
-    if spec.rope_scaling is not None:
-        table["rope_scaling"] = _stated(table["rope_scaling"])
-    return tomli_w.dumps(_stated(table))
+    return tomli_w.dumps(_stated(asdict(spec)))
 
 
 def _stated(table: Mapping[str, Any]) -> dict[str, Any]:
     """`table` without keys of None, which TOML cannot write."""
-    return {key: value for key, value in table.items() if value is not None}
+    return {
+        key: _stated(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if value is not None
+    }
 
 
 def model_origin(name: str) -> str:
@@ -104,6 +105,12 @@ def cluster_named(name: str | Path, nodes: int | None = None) -> ClusterSpec:
     spec = spec.with_nodes(nodes)
     raise_errors(cluster_faults(spec, "nodes"))
     return spec
+
+
+def cluster_toml(spec: ClusterSpec) -> str:
+    """`spec` as a TOML file that `cluster_named` reads again."""
+    table = asdict(spec)
+    return tomli_w.dumps(_stated(table) | {"levels": [_stated(level) for level in table["levels"]]})
 
 
 def cluster_from_table(data: Mapping[str, Any], *, source: str, section: str = "") -> ClusterSpec:

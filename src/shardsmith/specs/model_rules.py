@@ -65,6 +65,11 @@ TOO_LARGE = Code(
     title="a size beyond any model",
     because="what is computed layer by layer, or head by head, would take more time and memory than this machine has",
 )
+ONE_TOKEN = Code(
+    code="M112",
+    title="a vocabulary of one token",
+    because="the next token is always the only one there is: the loss is 0 from the first step, and nothing is learnt",
+)
 MOST = {"layers": 1000, "heads": 10**6, "kv_heads": 10**6}
 """Sizes above which nobody means what is written; of all others 10**9."""
 
@@ -72,7 +77,7 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "
 
 
 def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
-    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M111); empty for a sound model."""
+    """Every rule that `spec`, read from `source`, breaks by itself (M101 to M112); empty for a sound model."""
     large = _large_faults(spec, source)
     if large:  # the rules below go through heads and layers
         return large
@@ -81,6 +86,9 @@ def model_faults(spec: ModelSpec, source: str) -> list[Fault]:
         for name in _SIZES
         if getattr(spec, name) <= 0
     ]
+    if spec.vocab == 1:
+        said = (source, "vocab = 1")
+        faults.append(ONE_TOKEN.fault("vocab = 1 leaves nothing to predict", said, hint="vocab = 2 or more"))
     if spec.heads > 0 and spec.kv_heads > 0 and spec.heads % spec.kv_heads:
         legal = [n for n in range(1, spec.heads + 1) if spec.heads % n == 0]
         nearest = min(legal, key=lambda n: abs(n - spec.kv_heads))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -108,10 +109,44 @@ def parse_table(
         wrong.setdefault(_path(data, detail), []).append(detail)
     # Of the alternatives of a union, the one that fits further in is the one that was meant.
     meant = [path for path in wrong if not any(other[: len(path)] == path != other for other in wrong)]
-    origins = [(sources or {}).get(path[0], source) if path else source for path in meant]
+    origins = [origin_of(path, source, sources or {}) for path in meant]
     raise Refused(
         _fault(cls, data, wrong[path], path, origin, section) for path, origin in zip(meant, origins, strict=True)
     )
+
+
+def origin_of(path: Sequence[str], source: str, sources: Mapping[str, str]) -> str:
+    """Where the value at `path` was written: what `sources` say of it, around it or inside it, else `source`."""
+    known = (".".join(path[:length]) for length in range(len(path), 0, -1))
+    inner = (key for key in sources if path and key.startswith(".".join(path) + "."))
+    return next((sources[key] for key in (*known, *inner) if key in sources), source)
+
+
+def field_types(cls: type[Any]) -> dict[str, Any]:
+    """The type of each field of a dataclass."""
+    return get_type_hints(cls)
+
+
+def type_at(cls: type[Any], path: Sequence[str]) -> Any:
+    """The type of the value at `path` (`device`, `memory_gib`) inside dataclass `cls`; None where there is none."""
+    hint: Any = cls
+    for step in path:
+        hint = next((found for found in (_type_in(kind, step) for kind in _alternatives(hint)) if found), None)
+    return hint
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type that `hint` is."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _type_in(kind: Any, step: str) -> Any:
+    """The type of what stands at `step` in a dataclass, a list or a mapping; None where nothing does."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        return field_types(kind).get(step)
+    if get_origin(kind) is tuple and step.isdigit():
+        return get_args(kind)[0]
+    return get_args(kind)[1] if get_origin(kind) is Mapping else None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -197,10 +232,8 @@ def _fault(
         return WRONG_VALUE.fault(f"{place} must be a table", (origin, f"{section} = {_show(data)}"))
     value = _show(_at(data, path))
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = [f.name for f in fields(_owner(cls, details[0]["loc"][1:]))]
-        return UNKNOWN_KEY.fault(
-            f"{place} has no key {key}", (origin, f"{key} = {value}"), hint=did_you_mean(path[-1], known)
-        )
+        hint = _known_key(_owner(cls, details[0]["loc"][1:]), path)
+        return UNKNOWN_KEY.fault(f"{place} has no key {key}", (origin, f"{key} = {value}"), hint=hint)
     alias = ALIASES.get(value.strip('"').lower(), "")
     allowed = any(alias and f"'{alias}'" in _wanted(detail) for detail in details)
     meant = f"; did you mean {alias}?" if allowed else ""
@@ -209,6 +242,19 @@ def _fault(
         (origin, f"{key} = {value}"),
         hint=f"{key} takes " + " or ".join(dict.fromkeys(_wanted(detail) for detail in details)) + meant,
     )
+
+
+def _known_key(owner: type[Any], path: tuple[str, ...]) -> str:
+    """A hint for an unknown key of `owner` at `path`: the table inside that has it, or keys with names like it."""
+    inner = [
+        f"{name}.{'0.' if get_origin(hint) is tuple else ''}{path[-1]}"
+        for name, hint in field_types(owner).items()
+        if any(path[-1] in field_types(table) for table in _dataclasses_in(hint))
+    ]
+    around = "".join(f"{step}." for step in path[:-1])
+    if inner:
+        return "did you mean " + " or ".join(around + name for name in inner) + "?"
+    return did_you_mean(path[-1], [f.name for f in fields(owner)])
 
 
 def _wanted(detail: ErrorDetails) -> str:

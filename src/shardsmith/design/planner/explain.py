@@ -55,7 +55,7 @@ def neighbours(s: Subject, setup: Setup, found: Estimate, limit: float) -> tuple
     sound, reasons = [], {}
     for at, (_, plan) in enumerate(moved):
         other = _settled(replace(setup, plan=plan))
-        faults = [] if other is None else [f for f in examine(other).faults if f.severity == "error"]
+        faults = [] if other is None else list(examine(other, cured=False).errors)
         if other is None or faults:
             reasons[at] = str(faults[0].code + ": " + faults[0].message) if faults else "the batch cannot be cut so"
         else:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardsmith.design.cost.estimate import Estimate
+from shardsmith.errors import Fault
+from shardsmith.layout.capability import capability_faults
 from shardsmith.plan.setup import Setup
 
 Verdict = Literal["followed", "beaten", "does not apply"]
@@ -116,6 +118,11 @@ class SearchResult:
         """The first of the plans."""
         return self.plans[0]
 
+    @property
+    def warnings(self) -> tuple[Fault, ...]:
+        """What the best plan counts but the engine cannot train yet, as `check` warns of it."""
+        return tuple(capability_faults(self.best.setup, running=False))
+
     def as_json(self) -> dict[str, Any]:
         """The answer as plain JSON values, with the keys that the verb promises."""
         return {
@@ -129,4 +136,5 @@ class SearchResult:
             "target": self.target,
             "assumptions": list(self.assumptions),
             "totals": dict(self.totals),
+            "warnings": [fault.as_json() for fault in self.warnings],
         }

@@ -27,7 +27,7 @@ from shardsmith.errors import Code, raise_errors
 from shardsmith.plan.batch import divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.specs.model import parameter_count
-from shardsmith.units import GIB
+from shardsmith.units import GIB, counted
 
 NO_LAYOUT = Code(
     code="L101",
@@ -197,7 +197,7 @@ def _nodes(q: Question) -> int:
         near = f"the fastest of them takes {fastest:.1f} days" if np.isfinite(fastest) else "none has a plan that fits"
         near = near if tried else "whose devices at their peak need longer than that"
         raise TOO_SLOW.refuse(
-            f"up to {q.cluster.nodes} nodes, {near}",
+            f"up to {counted(q.cluster.nodes, 'node')}, {near}",
             ("--days", f"days = {q.goal_days:g}"),
             (q.cluster.name, f"nodes = {q.cluster.nodes}"),
             hint="more nodes, more days, or fewer tokens",
@@ -261,7 +261,7 @@ def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
             raise NO_LAYOUT.refuse("nothing that is legal has all fields that are held", *said, hint="fix fewer fields")
         hint = f"global_batch = {near}" if near else "another number of nodes"
         raise NO_LAYOUT.refuse(
-            f"no product of degrees makes {world} ranks with a batch of {s.workload.global_batch}",
+            f"no product of degrees makes {counted(world, 'rank')} with a batch of {s.workload.global_batch}",
             *said,
             hint=hint + (", or fix fewer fields" if q.fixed else ""),
         )
@@ -274,8 +274,8 @@ def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
     hints.append("a shorter sequence, or a smaller model")
     limit = q.limit / GIB
     raise NOTHING_FITS.refuse(
-        f"{s.model.name} on {world} devices: the nearest layout, {smallest}, holds {need:.1f} GiB on its fullest rank, "
-        f"{need - limit:.1f} GiB more than the {limit:.1f} GiB there are",
+        f"{s.model.name} on {counted(world, 'device')}: the nearest layout, {smallest}, "
+        f"holds {need:.1f} GiB on its fullest rank, {need - limit:.1f} GiB more than the {limit:.1f} GiB there are",
         (s.cluster.name if q.memory_gib is None else "--memory-gib", f"memory_gib = {limit:g}"),
         *said,
         hint=", or ".join(hints),

@@ -151,6 +151,18 @@ def breakdown(report: Report) -> list[dict[str, Any]]:
     ]
 
 
+def two_ways(report: Report) -> str:
+    """Why the step by closed forms and the simulated one, and their bubbles, are not the same figures."""
+    e, s = report.estimate, report.simulation
+    assert e is not None, "two ways need an estimate"
+    change = s.undisturbed / e.step_time_s - 1
+    return (
+        f"By formulas a step takes {format_seconds(e.step_time_s)}, simulated {format_seconds(s.undisturbed)} "
+        f"({change:+.1%}). The simulated bubble counts all that compute waits for, messages and uneven stages too, "
+        f"that of the formulas ({e.breakdown['bubble'] / e.step_time_s:.1%}) the filling and emptying of the pipeline."
+    )
+
+
 def rank_map(setup: Setup) -> Mapping[str, Any]:
     """What the picture of the cluster computes coordinates from: sizes and strides of the mesh, size of a node.
 
@@ -179,7 +191,8 @@ def assumptions(report: Report) -> list[str]:
     cluster = setup.cluster
     found.append(f"{cluster.device.name}: {cluster.device.origin}")
     found += [
-        f"{link.name}: {link.bandwidth_gbs:g} GB/s a device one way, {link.latency_us:g} us a hop; {link.origin}"
+        f"{link.name} ({link.path}): {link.bandwidth_gbs:g} GB/s a device one way, {link.latency_us:g} us a hop; "
+        f"{link.origin}"
         for link in cluster.levels
     ]
     return list(dict.fromkeys(found))

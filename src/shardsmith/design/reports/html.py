@@ -39,6 +39,7 @@ def html(report: Report) -> str:
         plan_rows=content.plan_rows(setup),
         memory=content.memory_bars(report) if e else None,
         breakdown=content.breakdown(report) if e else None,
+        two_ways=content.two_ways(report) if e else "",
         assumptions=content.assumptions(report),
         timeline=_data(timeline_columns(report.simulation.timeline)),
         ranks=_data(content.rank_map(setup)),

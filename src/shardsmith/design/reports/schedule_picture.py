@@ -9,12 +9,14 @@ from shardsmith.design.reports.timeline_picture import draw_timeline
 from shardsmith.schedule.ir import Action
 from shardsmith.schedule.study import Study
 from shardsmith.timeline import Span, Timeline
+from shardsmith.units import counted
 
 
 def draw_schedule(study: Study, path: Path | str) -> Path:
     """Write the played schedule as PNG, SVG or PDF (by the file's ending, else F601) and return its path."""
     spans = [span for rank, actions in enumerate(study.order.ranks) for span in _spans(study, rank, actions)]
-    title = f"{study.order.name}: {study.order.pipeline} ranks, {study.order.microbatches} microbatches"
+    order = study.order
+    title = f"{order.name}: {counted(order.pipeline, 'rank')}, {counted(order.microbatches, 'microbatch')}"
     return draw_timeline(Timeline(origin="simulated", spans=tuple(spans)), path, title=title)
 
 

@@ -33,7 +33,7 @@ def sensitivity(setup: Setup, target: str) -> tuple[Change, ...]:
     found = []
     for name, changed in _changes(setup):
         try:
-            faults = [f for f in examine(changed).faults if f.severity == "error" and f.code != MEMORY.code]
+            faults = [f for f in examine(changed, cured=False).errors if f.code != MEMORY.code]
             if faults:
                 raise Refused(faults)
             after = estimate(changed, target)

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith.design.serving.search import ServingResult
-from shardsmith.units import GIB
+from shardsmith.units import GIB, counted
 
 
 def serving_tables(result: ServingResult) -> tuple[RenderableType, ...]:
@@ -14,7 +14,7 @@ def serving_tables(result: ServingResult) -> tuple[RenderableType, ...]:
     d = result.demand
     head = (
         f"{d.model.name} in {d.dtype} on {d.cluster.devices} x {d.cluster.device.name}: "
-        f"{d.concurrency} requests of {d.context} tokens"
+        f"{counted(d.concurrency, 'request')} of {counted(d.context, 'token')}"
     )
     table = Table(title="layouts, most tokens a second first", title_justify="left")
     table.add_column("layout", no_wrap=True)
@@ -31,6 +31,6 @@ def serving_tables(result: ServingResult) -> tuple[RenderableType, ...]:
             f"{choice.most:,}",
             choice.binds,
         )
-    counts = f"{result.searched} layouts, {result.fitting} hold the requests ({result.seconds * 1e3:.0f} ms)"
+    counts = f"{counted(result.searched, 'layout')}, {result.fitting} hold the requests ({result.seconds * 1e3:.0f} ms)"
     notes = "\n".join(f"- {line}" for line in result.assumptions)
     return (head, table, result.plans[0].rule, counts, "assumed:\n" + notes)

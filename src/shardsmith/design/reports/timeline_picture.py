@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardsmith.errors import Code
 from shardsmith.timeline import LANE_KINDS, LaneKind, Span, Timeline
-from shardsmith.units import format_seconds
+from shardsmith.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -294,7 +294,7 @@ def _head(figure: Figure, timeline: Timeline, title: str | None, *, one_rank_eac
     inches = figure.get_figheight()
     facts = headline(timeline)
     if one_rank_each:
-        facts += f"  ·  {len(timeline.ranks)} ranks, the first of each group shown"
+        facts += f"  ·  {counted(len(timeline.ranks), 'rank')}, the first of each group shown"
     figure.text(0.16 / WIDE, 1 - 0.16 / inches, title or "Timeline", fontsize=13, weight="bold", color=INK, va="top")
     figure.text(0.16 / WIDE, 1 - 0.43 / inches, facts, fontsize=9.5, color=FAINT, va="top")
 

@@ -17,7 +17,7 @@ from shardsmith.plan.batch import batching
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled
-from shardsmith.units import GIB, format_seconds
+from shardsmith.units import GIB, counted, format_seconds
 
 ACROSS = Code(
     code="L201",
@@ -135,7 +135,7 @@ def _best_fix(s: Subject, setup: Setup, found: Estimate, rule: Pitfall) -> tuple
             batching(plan, setup.workload)
         except Refused:
             continue
-        if any(fault.severity == "error" and fault.code != "H404" for fault in examine(other).faults):
+        if any(fault.code != "H404" for fault in examine(other, cured=False).errors):
             continue
         e = estimate_plan(s, other)
         gain = found.peak - e.peak if rule.by_memory else found.step_time_s - e.step_time_s
@@ -180,7 +180,7 @@ def _few(s: Subject, setup: Setup, e: Estimate) -> str:
     share = e.breakdown["bubble"] / e.step_time_s
     if plan.pipeline == 1 or share < 0.05:
         return ""
-    return f"{m} microbatches for {plan.pipeline} pipeline ranks leave a bubble of {share:.1%}"
+    return f"{counted(m, 'microbatch')} for {plan.pipeline} pipeline ranks leave a bubble of {share:.1%}"
 
 
 def _more_microbatches(s: Subject, setup: Setup) -> Iterator[Plan]:

@@ -15,7 +15,7 @@ from shardsmith.design.serving.memory import ServingMemory, block_tokens, held_t
 from shardsmith.errors import Code
 from shardsmith.plan.batch import TOO_SMALL
 from shardsmith.plan.plan import Plan
-from shardsmith.units import GIB, MIB
+from shardsmith.units import GIB, MIB, counted
 
 NOTHING_FITS = Code(
     code="I201",
@@ -136,8 +136,8 @@ def assumptions(demand: Demand) -> tuple[str, ...]:
         f"the engine behaves as {server.name} has it: cache in blocks of {block} tokens, captured graphs up to "
         f"{server.graph_requests} requests, sums up to {server.own_reduce_bytes / MIB:g} MiB in one kernel inside a "
         "fast domain",
-        f"weights in {demand.dtype}, cache in {demand.cache_dtype}; every request holds {demand.context} tokens, no "
-        "prefix is shared",
+        f"weights in {demand.dtype}, cache in {demand.cache_dtype}; every request holds "
+        f"{counted(demand.context, 'token')}, no prefix is shared",
         f"{server.memory_share:.0%} of the {c.device.memory_gib:g} GiB of a {c.device.name} are used, "
         f"{server.reserve_gib:g} GiB of that for the runtime",
         f"the first token: one request alone, its whole context as prompt, in chunks of {chunk} tokens; no queue",
@@ -215,7 +215,7 @@ def _nothing_fits(demand: Demand, s: Servings, memory: ServingMemory) -> Excepti
         nodes = int(np.ceil(cluster.nodes * (1.0 - memory.room[best] / usable)))
         hint = f"--nodes {max(nodes, cluster.nodes + 1)} or more, or --weights-dtype float8"
     else:
-        message = f"at most {most} requests of {demand.context} tokens fit, with {s.plan(best)}"
+        message = f"at most {counted(most, 'request')} of {counted(demand.context, 'token')} fit, with {s.plan(best)}"
         hints = [f"--concurrency {most}"] if most else []
         block, each = block_tokens(demand), np.ceil(demand.concurrency / s.data[best])
         blocks = memory.room[best] / (memory.request[best] / held_tokens(demand)) / each // block

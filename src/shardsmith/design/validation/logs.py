@@ -12,6 +12,7 @@ import numpy as np
 
 from shardsmith.errors import Code
 from shardsmith.specs.parse import NO_FILE
+from shardsmith.units import counted
 
 NO_STEPS = Code(
     code="F721",
@@ -101,7 +102,7 @@ def _megatron(lines: Sequence[str], load: Load, source: str) -> list[float]:
             found.append(float(time.group(2)) * (1e-3 if time.group(1) == "ms" else 1.0))
     if other and not found:
         raise OTHER_BATCH.refuse(
-            f"no step of {load.global_batch} sequences",
+            f"no step of {counted(load.global_batch, 'sequence')}",
             ("plan", f"global_batch = {load.global_batch}"),
             (source, f"global batch size: {other}"),
             hint=f"global_batch = {other}",

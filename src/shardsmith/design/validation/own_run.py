@@ -17,7 +17,7 @@ from shardsmith.design.validation.logs import Load, RunLog, read_log
 from shardsmith.errors import Code
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
-from shardsmith.units import format_seconds
+from shardsmith.units import counted, format_seconds
 
 OTHER_RUN = Code(
     code="F723",
@@ -78,7 +78,7 @@ def _explains(found: Refit) -> bool:
 def write_constants(run: OwnRun, path: str | Path, source: str) -> None:
     """Write what moved to `path`, for `--constants`."""
     changed = {move.name: float(f"{move.after:.4g}") for move in run.moved}
-    write_values(path, changed, f"refit to {run.log.steps} steps of {source}, software {run.target}")
+    write_values(path, changed, f"refit to {counted(run.log.steps, 'step')} of {source}, software {run.target}")
 
 
 def as_json(run: OwnRun) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardsmith.errors import Code, Fault, Refused
+from shardsmith.units import counted
 
 NO_SHARD = Code(
     code="F401",
@@ -104,7 +105,7 @@ def names_in(path: Path) -> list[str]:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except SafetensorError as error:
-        said = (str(path), f"{path.stat().st_size} bytes")
+        said = (str(path), f"{counted(path.stat().st_size, 'byte')}")
         raise UNREADABLE.refuse(f"{path} cannot be read: {error}", said, hint="copy the file again") from error
 
 
@@ -147,7 +148,7 @@ class Opened:
         names = [name for name, place in self.where.items() if place == file]
         if not path.is_file():
             said = (str(self.folder), f"no {file}")
-            message = f"{file} is missing, and with it {len(names)} tensors, {names[0]} the first"
+            message = f"{file} is missing, and with it {counted(len(names), 'tensor')}, {names[0]} the first"
             return [NO_SHARD.fault(message, said, hint="copy or download the folder again")]
         try:
             held = set(names_in(path))

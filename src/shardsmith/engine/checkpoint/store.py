@@ -17,6 +17,7 @@ from pathlib import Path
 
 from shardsmith.engine.checkpoint.record import RECORD_FILE, Record, write_record
 from shardsmith.errors import Code, Fault
+from shardsmith.units import counted
 
 NO_CHECKPOINT = Code(
     code="F506",
@@ -136,7 +137,7 @@ def damage(folder: Path, parts: Iterable[str]) -> list[str]:
         if not path.is_file():
             found.append(f"{name} is missing")
         elif path.stat().st_size != size:
-            found.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+            found.append(f"{name} has {counted(path.stat().st_size, 'byte')} instead of {size}")
     return found
 
 

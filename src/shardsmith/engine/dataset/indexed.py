@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from shardsmith.engine.dataset.tokenizer import Tokenizer, fingerprint, open_tokenizer
 from shardsmith.errors import Code, Fault
+from shardsmith.units import counted
 
 Ints = npt.NDArray[np.int64]
 
@@ -300,7 +301,10 @@ class TokenFile:
         if self.meta is not None and self.meta.targets is not None and self.meta.tokens == len(self):
             raise MISSING.refuse(
                 f"{path} does not exist: without it prompts would be learnt like answers",
-                (str(beside(self.prefix, ".json")), f"targets = {self.meta.targets} of {self.meta.tokens} tokens"),
+                (
+                    str(beside(self.prefix, ".json")),
+                    f"targets = {self.meta.targets} of {self.meta.tokens} tokens",
+                ),
                 hint="copy it beside the others, or prepare the data again",
             )
         return None
@@ -328,7 +332,9 @@ def _read_index(path: Path) -> tuple[np.dtype[np.generic], npt.NDArray[np.int32]
             f"{path} has version {version} and dtype code {code}",
             ("this reader", f"version {VERSION}, dtype codes {', '.join(map(str, DTYPES))}"),
         )
-    _check_length(path, HEADER.size + 12 * sequences + 8 * borders_count, f"{sequences} sequences in its header")
+    _check_length(
+        path, HEADER.size + 12 * sequences + 8 * borders_count, f"{counted(sequences, 'sequence')} in its header"
+    )
     sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
     offsets = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
     borders = np.frombuffer(raw, "<i8", borders_count, HEADER.size + 12 * sequences)
@@ -338,7 +344,7 @@ def _read_index(path: Path) -> tuple[np.dtype[np.generic], npt.NDArray[np.int32]
     if not whole or (sizes < 0).any() or (offsets != ends - sizes.astype(np.int64) * dtype.itemsize).any():
         raise DAMAGED.refuse(
             f"{path} contradicts itself",
-            (str(path), f"{sequences} sequences, {borders_count} borders"),
+            (str(path), f"{counted(sequences, 'sequence')}, {counted(borders_count, 'border')}"),
             hint="sequences must stand one after another and documents cover them all; prepare the data again",
         )
     return dtype, sizes, borders
@@ -351,8 +357,8 @@ def _check_length(path: Path, wanted: int, according_to: str) -> None:
 
 def _wrong_length(path: Path, found: int, wanted: int, according_to: str) -> Exception:
     return DAMAGED.refuse(
-        f"{path} has {found} bytes instead of {wanted}",
-        (str(path), f"{found} bytes"),
-        (according_to, f"{wanted} bytes"),
+        f"{path} has {counted(found, 'byte')} instead of {wanted}",
+        (str(path), f"{counted(found, 'byte')}"),
+        (according_to, f"{counted(wanted, 'byte')}"),
         hint="copy both files again, or prepare the data again",
     )

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardsmith.errors import Code
+from shardsmith.units import counted
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -50,7 +51,7 @@ def window_count(tokens: int, seq_len: int, *, source: str = "data") -> int:
     """Number of samples in `tokens` tokens: (tokens - 1) // seq_len. Raises `Refused` (G301) where there is none."""
     if tokens <= seq_len:
         raise NO_SAMPLE.refuse(
-            f"{tokens} tokens do not hold one sample of {seq_len} + 1",
+            f"{counted(tokens, 'token')} do not hold one sample of {seq_len} + 1",
             (source, f"tokens = {tokens}"),
             ("workload", f"seq_len = {seq_len}"),
             hint=f"seq_len = {tokens - 1}" if tokens > 1 else "prepare more text",
@@ -102,7 +103,7 @@ def whole_weights(weights: Sequence[float], *, source: str = "data.weights") -> 
     if sum(found) > LONGEST_ROUND:
         shares = [round(weight / sum(weights), 4) for weight in weights]
         raise FINE_WEIGHTS.refuse(
-            f"the weights repeat only after {sum(found)} samples, more than {LONGEST_ROUND}",
+            f"the weights repeat only after {counted(sum(found), 'sample')}, more than {LONGEST_ROUND}",
             (source, f"weights = {list(weights)}"),
             hint=f"weights = {shares}",
         )

@@ -21,6 +21,7 @@ from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Optimisation
 from shardsmith.specs.model import stored_weights, weights
+from shardsmith.units import counted
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 """Largest relative error that counts as equal, by compute dtype."""
@@ -89,20 +90,26 @@ class Certificate:
         """The certificate in a few lines for a person."""
         setup, asked = self.setup, self.asked
         lines = [
-            f"{'PASSED' if self.passed else 'FAILED'}: {setup.plan.world} ranks against one process",
+            f"{'PASSED' if self.passed else 'FAILED'}: {counted(setup.plan.world, 'rank')} against one process",
             f"  plan      {setup.plan or 'one rank'}",
-            f"  model     {setup.model.name}, {setup.workload.dtype}, {self.steps} steps of SGD with clipping",
+            f"  model     {setup.model.name}, {setup.workload.dtype}, "
+            f"{counted(self.steps, 'step')} of SGD with clipping",
             f"  loss      {self.loss_error:.1e} relative error",
             f"  norm      {self.grad_norm_error:.1e}",
-            f"  gradients {max(p.grad_error for p in self.parameters):.1e} (worst of {len(self.parameters)} tensors)",
+            f"  gradients {max(p.grad_error for p in self.parameters):.1e} "
+            f"(worst of {counted(len(self.parameters), 'tensor')})",
             f"  values    {max(p.value_error for p in self.parameters):.1e} after the last step",
             f"  allowed   {self.tolerance:.0e}",
         ]
         if self.expert_kernel is not None:
             replayed = "replayed; " if self.setup.workload.dtype == "float32" else ""
-            lines.append(f"  experts   {self.expert_kernel}; {replayed}{self.routing_flips} tokens chose others")
+            lines.append(
+                f"  experts   {self.expert_kernel}; {replayed}{counted(self.routing_flips, 'token')} chose others"
+            )
         if self.shrunk:
-            lines.insert(2, f"  shrunk    from {asked.plan.world} ranks: {asked.plan}, model {asked.model.name}")
+            lines.insert(
+                2, f"  shrunk    from {counted(asked.plan.world, 'rank')}: {asked.plan}, model {asked.model.name}"
+            )
         elif setup.workload.dtype != asked.workload.dtype:
             asked_dtype = asked.workload.dtype
             lines.insert(3, f"  dtype     {setup.workload.dtype}: {asked_dtype}, as asked, rounds too much to judge by")

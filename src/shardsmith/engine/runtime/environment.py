@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardsmith.errors import Code
+from shardsmith.units import counted
 
 Launcher = Literal["none", "shardsmith", "torchrun", "variables", "openmpi", "pmi", "slurm"]
 
@@ -71,7 +72,7 @@ def require_world(here: Environment, world: int) -> None:
     """Raise `Refused` (R106) if a launcher started another number of ranks than `world`."""
     if here.launcher != "none" and here.world != world:
         raise WRONG_WORLD.refuse(
-            f"the plan needs {world} ranks, but {here.world} were started",
+            f"the plan needs {counted(world, 'rank')}, but {here.world} were started",
             ("plan", f"world = {world}"),
             (here.launcher, f"world = {here.world}"),
             hint=f"start {world} processes, or change a degree of the plan so that its world is {here.world}",
@@ -158,7 +159,7 @@ def _environment(
     master = f"{address}:{env.get('MASTER_PORT', port)}" if address else ""
     if local_world > world:
         raise CONTRADICTION.refuse(
-            f"{local_world} ranks on this node, but only {world} in all",
+            f"{counted(local_world, 'rank')} on this node, but only {world} in all",
             (launcher, f"local world = {local_world}, world = {world}"),
         )
     return Environment(

@@ -20,6 +20,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from shardsmith.engine.runtime.environment import Environment
 from shardsmith.errors import Code
+from shardsmith.units import counted
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -73,8 +74,9 @@ def start(environment: Environment, *, timeout_s: float = 300.0, device: DeviceC
         raise DEVICES.refuse(
             f"{with_gpu} of {environment.world} ranks have a GPU of their own",
             (environment.launcher, f"world = {environment.world}, local_rank = {environment.local_rank}"),
-            ("this node", f"{gpus} GPUs"),
-            hint=f"at most {gpus} ranks on this node, or CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU",
+            ("this node", counted(gpus, "GPU")),
+            hint=f"at most {counted(gpus, 'rank')} on this node, "
+            "or CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU",
         )
     chosen = torch.device("cuda", environment.local_rank) if with_gpu else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if with_gpu else "gloo"

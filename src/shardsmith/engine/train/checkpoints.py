@@ -22,6 +22,7 @@ from shardsmith.engine.dataset.batches import Batches
 from shardsmith.engine.train.beginning import CHECKPOINTS, data_record, decide, goes_on
 from shardsmith.engine.train.step import Trainer
 from shardsmith.plan.setup import Job
+from shardsmith.units import counted
 
 _log = logging.getLogger("shardsmith.checkpoint")
 
@@ -78,7 +79,7 @@ class Checkpoints:
         trainer.spread()
         self.step = record.step
         self.batches = self.batches.continuing(record.step, 0 if "data" in reset else record.samples)
-        self._say(f"resumed from {folder}: {record.step} steps done under {record.plan or 'one rank'}")
+        self._say(f"resumed from {folder}: {counted(record.step, 'step')} done under {record.plan or 'one rank'}")
         trainer.check_replicas()
 
     def after(self, step: int, *, stop: bool = False) -> None:

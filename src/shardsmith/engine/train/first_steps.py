@@ -11,6 +11,7 @@ from shardsmith.engine.dataset.batches import Batches, Microbatch, batch_digest
 from shardsmith.engine.runtime.group import Group
 from shardsmith.engine.runtime.groups import Groups
 from shardsmith.errors import Code
+from shardsmith.units import counted
 
 CHECKED_STEPS = 2
 """Steps from the start of a process whose batches are compared."""
@@ -63,7 +64,7 @@ def _disjoint(samples: list[list[int]], group: Group, step: int) -> None:
         return
     ranks = [rank for rank, row in zip(group.ranks, samples, strict=True) if not set(shared).isdisjoint(row)]
     raise SAME_SAMPLES.refuse(
-        f"step {step + 1}: the data ranks {_names(ranks)} share {len(shared)} samples, such as {shared[0]}",
+        f"step {step + 1}: the data ranks {_names(ranks)} share {counted(len(shared), 'sample')}, such as {shared[0]}",
         *((f"rank {rank}", f"samples {row[:8]}") for rank, row in zip(group.ranks, samples, strict=True)),
         hint="each data rank takes its own part of the global batch, by its data index",
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardsmith.engine.runtime.group import Group
 from shardsmith.errors import Code
+from shardsmith.units import counted
 
 REPLICAS_DIFFER = Code(
     code="D301",
@@ -37,7 +38,7 @@ def check_replicas(parameters: Mapping[str, Tensor], group: Group, what: str) ->
     odd = _minority(found, group.ranks)
     raise REPLICAS_DIFFER.refuse(
         f"{what} differ: {name} on rank {', '.join(map(str, odd))} is not what the other ranks hold "
-        f"({int(differs.sum())} of {len(parameters)} tensors differ)",
+        f"({int(differs.sum())} of {counted(len(parameters), 'tensor')} differ)",
         *((f"rank {rank}", f"checksum {c & 0xFFFFFFFF:08x}") for rank, c in zip(group.ranks, found, strict=True)),
         hint="start all ranks from the same seed or checkpoint; if they began equal, suspect those ranks' hardware",
     )

@@ -23,7 +23,7 @@ from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage
 from shardsmith.specs.model import ModelSpec
-from shardsmith.units import DTYPE_BYTES
+from shardsmith.units import DTYPE_BYTES, counted
 
 if TYPE_CHECKING:
     from shardsmith.layout.key_blocks import Blocks
@@ -166,10 +166,10 @@ def context_faults(setup: Setup) -> list[Fault]:
     if plan.context % plan.ulysses:
         message = f"ulysses = {plan.ulysses} does not divide context = {plan.context}"
         hint = "ulysses = one of " + ", ".join(map(str, divisors(plan.context)))
-        return [ULYSSES.fault(message, *setup.said("plan.ulysses", "plan.context"), hint=hint)]
+        faults.append(ULYSSES.fault(message, *setup.said("plan.ulysses", "plan.context"), hint=hint))
     if plan.context > 1 and setup.workload.seq_len % (2 * plan.context):
         faults.append(_chunks_fault(setup))
-    return [*faults, *_head_faults(setup)]
+    return faults if plan.context % plan.ulysses else [*faults, *_head_faults(setup)]
 
 
 def _chunks_fault(setup: Setup) -> Fault:
@@ -194,10 +194,11 @@ def _head_faults(setup: Setup) -> list[Fault]:
     said = setup.said("plan.ulysses", "plan.tensor")
     faults = []
     if heads.query % plan.ulysses:
-        message = f"ulysses = {plan.ulysses} does not divide {heads.query} attention heads of a tensor rank"
+        message = f"ulysses = {plan.ulysses} does not divide {counted(heads.query, 'attention head')} of a tensor rank"
         faults.append(ULYSSES_HEADS.fault(message, *said, *setup.said("model.heads"), hint=hint))
     elif _misfits(plan.ulysses, heads):
-        message = f"ulysses = {plan.ulysses} is no divisor and no multiple of {heads.key_value} key/value heads"
+        here = counted(heads.key_value, "key/value head")
+        message = f"ulysses = {plan.ulysses} is no divisor and no multiple of {here}"
         faults.append(ULYSSES_KV_HEADS.fault(message, *said, *setup.said("model.kv_heads"), hint=hint))
     return faults
 

@@ -25,7 +25,7 @@ from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import Stage
 from shardsmith.specs.model import Experts, ModelSpec, Weight
-from shardsmith.units import DTYPE_BYTES
+from shardsmith.units import DTYPE_BYTES, counted
 
 DENSE = Code(
     code="E101",
@@ -231,7 +231,7 @@ def expert_faults(setup: Setup) -> list[Fault]:
     hint = f"expert = {_listed(legal)}" if legal else _parts_hint(plan, experts)
     said = (setup.origin("model.experts"), f"experts.count = {experts.count}")
     if experts.count % plan.expert:
-        message = f"expert = {plan.expert} does not divide {experts.count} experts"
+        message = f"expert = {plan.expert} does not divide {counted(experts.count, 'expert')}"
         faults.append(COUNT.fault(message, *setup.said("plan.expert"), said, hint=hint))
     inner = plan.expert * plan.expert_tensor
     if plan.replicate and plan.data % plan.replicate == 0 and _carved(plan) % inner:
@@ -243,7 +243,7 @@ def expert_faults(setup: Setup) -> list[Fault]:
         keys = ("expert", "expert_tensor", "data", "replicate", "context", "tensor")
         faults.append(RANKS.fault(message, *setup.said(*(f"plan.{key}" for key in keys)), hint=hint))
     if experts.ffn % plan.expert_tensor:
-        message = f"expert_tensor = {plan.expert_tensor} does not divide {experts.ffn} columns of an expert"
+        message = f"expert_tensor = {plan.expert_tensor} does not divide {counted(experts.ffn, 'column')} of an expert"
         wide = (setup.origin("model.experts"), f"experts.ffn = {experts.ffn}")
         faults.append(WIDTH.fault(message, *setup.said("plan.expert_tensor"), wide, hint=_parts_hint(plan, experts)))
     return faults + _token_faults(setup)

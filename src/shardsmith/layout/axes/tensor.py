@@ -32,7 +32,7 @@ from shardsmith.plan.stages import Stage
 from shardsmith.schedule import orders
 from shardsmith.schedule.ir import Kind
 from shardsmith.specs.model import ModelSpec, Role, Weight, weights
-from shardsmith.units import DTYPE_BYTES, format_bytes
+from shardsmith.units import DTYPE_BYTES, counted, format_bytes
 
 HEADS = Code(
     code="T203",
@@ -293,8 +293,9 @@ def tensor_faults(setup: Setup) -> list[Fault]:
     plan, model, faults = setup.plan, setup.model, []
     for size in sizes(model):
         if size.misfit(plan.tensor, plan.replicate_kv):
-            message = f"tensor = {plan.tensor} does not divide {size.value} {size.what}"
-            hint = _degree_hint(setup) + (_copies_hint(setup) if size.key == "kv_heads" else "")
+            message = f"tensor = {plan.tensor} does not divide {size}"
+            copies = copies_hint(setup) if size.key == "kv_heads" else ""
+            hint = ", or ".join(words for words in (_degree_hint(setup), copies) if words)
             owner = (setup.origin(f"model.{size.key.split('.')[0]}"), f"{size.key} = {size.value}")
             faults.append(size.code.fault(message, *setup.said("plan.tensor"), owner, hint=hint))
     each, seq_len = plan.tensor * plan.context, setup.workload.seq_len
@@ -309,7 +310,8 @@ def tensor_faults(setup: Setup) -> list[Fault]:
         faults.append(NO_EFFECT.fault("sequence_parallel = true, but tensor = 1", *said, hint="tensor = 2 or more"))
     if plan.replicate_kv and plan.tensor <= model.kv_heads:
         said = setup.said("plan.replicate_kv", "plan.tensor", "model.kv_heads")
-        message = f"replicate_kv = true, but tensor = {plan.tensor} is no more than {model.kv_heads} key/value heads"
+        heads = counted(model.kv_heads, "key/value head")
+        message = f"replicate_kv = true, but tensor = {plan.tensor} is no more than {heads}"
         faults.append(NO_COPIES.fault(message, *said, hint="replicate_kv = false"))
     return faults
 
@@ -322,6 +324,10 @@ class Size:
     key: str
     value: int
     what: str
+    of: str = ""
+
+    def __str__(self) -> str:
+        return counted(self.value, self.what) + self.of
 
     def misfit(self, degree: int, replicate_kv: bool) -> bool:
         """Whether it cannot be cut into `degree` parts, nor key/value heads be copied."""
@@ -332,14 +338,14 @@ class Size:
 def sizes(model: ModelSpec) -> list[Size]:
     """Everything that the tensor axis cuts evenly: heads, and the width of the MLPs that the model has."""
     found = [
-        Size(code=HEADS, key="heads", value=model.heads, what="attention heads"),
-        Size(code=KV_HEADS, key="kv_heads", value=model.kv_heads, what="key/value heads"),
+        Size(code=HEADS, key="heads", value=model.heads, what="attention head"),
+        Size(code=KV_HEADS, key="kv_heads", value=model.kv_heads, what="key/value head"),
     ]
     if not all(model.is_sparse(layer) for layer in range(model.layers)):
-        found.append(Size(code=FFN, key="ffn", value=model.ffn, what="columns of the MLP"))
+        found.append(Size(code=FFN, key="ffn", value=model.ffn, what="column", of=" of the MLP"))
     if model.experts is not None and model.experts.shared_ffn:
         width = model.experts.shared_ffn
-        found.append(Size(code=FFN, key="experts.shared_ffn", value=width, what="columns of the shared expert"))
+        found.append(Size(code=FFN, key="experts.shared_ffn", value=width, what="column", of=" of the shared expert"))
     return found
 
 
@@ -351,7 +357,7 @@ def _degree_hint(setup: Setup) -> str:
     return f"tensor = {' or '.join(near)} ({setup.model.name} allows {', '.join(map(str, legal))})"
 
 
-def _copies_hint(setup: Setup) -> str:
+def copies_hint(setup: Setup) -> str:
     """What copying key/value heads would cost, where that makes the degree legal."""
     plan, model = setup.plan, setup.model
     if _reasons(model, plan.tensor, replicate_kv=True):
@@ -359,7 +365,7 @@ def _copies_hint(setup: Setup) -> str:
     layer = sum(w.numel for w in weights(model) if w.role in KEY_VALUE and w.layer == 0)
     more = layer / model.kv_heads - layer / plan.tensor
     size = int(more * -(-model.layers // plan.pipeline) * DTYPE_BYTES[precision(plan, setup.workload).param])
-    return f", or replicate_kv = true (+{format_bytes(size)} of weights a rank)"
+    return f"replicate_kv = true (+{format_bytes(size)} of weights a rank)"
 
 
 def model_degrees(model: ModelSpec, *, replicate_kv: bool = False) -> tuple[int, ...]:
@@ -386,4 +392,4 @@ def legal_tensor_degrees(model: ModelSpec, devices: int, *, replicate_kv: bool =
 
 def _reasons(model: ModelSpec, degree: int, *, replicate_kv: bool = False) -> list[str]:
     misfits = [size for size in sizes(model) if size.misfit(degree, replicate_kv)]
-    return [f"{degree} does not divide {size.value} {size.what}" for size in misfits]
+    return [f"{degree} does not divide {size}" for size in misfits]

@@ -11,6 +11,7 @@ from shardsmith.errors import Fault
 from shardsmith.schedule.closed_form import ClosedForm, Time
 from shardsmith.schedule.ir import Action, Kind, Order
 from shardsmith.schedule.rules import FEW_MICROBATCHES, size_faults, two_stage_faults
+from shardsmith.units import counted
 
 DEFAULT_STAGES_PER_RANK = 2
 
@@ -22,7 +23,8 @@ def faults(*, pipeline: int, microbatches: int, stages_per_rank: int, source: st
         *two_stage_faults(schedule="dualpipe_v", stages_per_rank=stages_per_rank, source=source),
     ]
     if not found and microbatches < 2 * pipeline:
-        message = f"dualpipe_v on {pipeline} ranks needs at least {2 * pipeline} microbatches, not {microbatches}"
+        ranks = counted(pipeline, "rank")
+        message = f"dualpipe_v on {ranks} needs at least {2 * pipeline} microbatches, not {microbatches}"
         values = ((source, f"microbatches = {microbatches}"), (source, f"pipeline = {pipeline}"))
         hint = f"microbatches = {2 * pipeline}, or schedule = zb_v (any number)"
         found.append(FEW_MICROBATCHES.fault(message, *values, hint=hint))

@@ -15,6 +15,7 @@ from shardsmith.errors import Fault
 from shardsmith.schedule.closed_form import ClosedForm, Time
 from shardsmith.schedule.ir import Action, Kind, Order
 from shardsmith.schedule.rules import SMALL_GROUP, looped_faults
+from shardsmith.units import counted
 
 DEFAULT_STAGES_PER_RANK = 2
 
@@ -98,9 +99,9 @@ class Grouped:
         sizes = {"pipeline": pipeline, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
         found = faults(**sizes, source=source)
         if self.group < pipeline:
-            message = f"groups of {self.group} microbatches for {pipeline} ranks"
+            message = f"groups of {counted(self.group, 'microbatch')} for {pipeline} ranks"
             values = ((source, f"schedule = interleaved:{self.group}"), (source, f"pipeline = {pipeline}"))
-            found.append(SMALL_GROUP.fault(message, *values, hint=f"schedule = interleaved:{pipeline}, or interleaved"))
+            found.append(SMALL_GROUP.fault(message, *values, hint=f"schedule = interleaved:{pipeline} or interleaved"))
         return found
 
     def placement(self, *, pipeline: int, stages_per_rank: int = DEFAULT_STAGES_PER_RANK) -> tuple[int, ...]:

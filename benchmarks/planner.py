@@ -93,14 +93,15 @@ def main() -> int:
         asked = asdict(search)
         target = asked.pop("target")
         runs = [measured(SEARCH, json.dumps(asked)) for _ in range(chosen.repeats)]
-        name = f"{search.model}, {counted(search.nodes, 'node')} of {search.cluster}, {search.global_batch:,} x {search.seq_len:,}"
+        batch = f"{search.global_batch:,} x {search.seq_len:,}"
+        name = f"{search.model}, {counted(search.nodes, 'node')} of {search.cluster}, {batch}"
         lines.append(line(name, runs, "" if target is None else f"{target:g}"))
     runs = [measured(EVERY) for _ in range(chosen.repeats)]
     lines.append(line("llama3-8b, 2 nodes of h100, no bounds: every plan priced", runs, ""))
     rate = max(run["searched"] / run["seconds"] for run in runs) / 1e6
     text = (
-        f"Speed: CPU seconds of `shardsmith.search` on one core, least and most of {chosen.repeats} processes, each of\n"
-        f"which runs one search (`benchmarks/planner.py`, {machine()}).\n"
+        f"Speed: CPU seconds of `shardsmith.search` on one core, least and most of {chosen.repeats} processes, each\n"
+        f"of which runs one search (`benchmarks/planner.py`, {machine()}).\n"
         f"Without bounds that is {rate:.1f} million plans a second, with time and memory of each.\n\n"
         + "\n".join(lines)
     )

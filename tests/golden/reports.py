@@ -41,6 +41,7 @@ def search() -> SearchResult:
         pareto=(best,),
         robust=best,
         searched=312_345,
+        priced=1_234,
         dismissed=1_000_000,
         seconds=0.31,
         target="megatron-core",

@@ -60,7 +60,9 @@ def test_a_searched_report_shows_ranking_rules_neighbours_memory_and_assumptions
     assert f"that of the formulas ({bubble:.1%}) the filling and emptying of the pipeline" in page
     rows = re.findall(r'<td class="plan">(.*?)</td>', page)
     assert rows == [str(choice.setup.plan) for choice in search().plans]
-    assert "312,345 plans priced, 1,000,000 more dismissed" in page
+    assert (
+        "312,345 plans weighed by memory and time, 1,234 of them priced on their own, 1,000,000 more dismissed" in page
+    )
     assert f"{best.estimate.tokens_per_s_per_gpu:,.0f}" in page
     assert f"{best.estimate.peak / GIB:.1f} GiB" in page
     for words in ("memory of rank 0", "tensor inside the node", "1.80 &times; its time with tensor=16", "+5.0 %"):

@@ -64,7 +64,7 @@ def test_bounds_give_the_answer_of_brute_force(case: tuple[str, int, int, int, i
     count = 4
     found = Bounded(space=space, limit=limit_gib * GIB, count=count).run()
     every = Bounded(space=space, limit=limit_gib * GIB, bound=False).run()
-    assert every.searched == every.total == found.total
+    assert every.priced == every.searched == every.total == found.total
     fits = int(np.isfinite(every.best).sum())
     best = min(count, fits)
     np.testing.assert_allclose(np.sort(found.best)[:best], np.sort(every.best)[:best], rtol=1e-12)
@@ -82,7 +82,7 @@ def test_a_plan_put_together_from_shared_parts_is_priced_as_alone(case: tuple[st
     alone = price(space.subject, every, precision(Plan(), space.subject.workload))
     fits = alone.peak <= 30 * GIB
     found = Bounded(space=space, limit=30 * GIB, bound=False).run()
-    assert found.searched == len(every)
+    assert found.searched == found.priced == len(every)
     assert Bounded(space=space, limit=30 * GIB).leanest().limit == pytest.approx(float(alone.peak.min()), rel=1e-12)
     kind = distinct([getattr(every, name) for name in DEGREES]).place
     for at in np.unique(kind):
@@ -398,7 +398,7 @@ def test_the_verb_prints_the_promised_keys_and_a_plan_file(tmp_path) -> None:  #
     done = CliRunner().invoke(main, [*line.split(), str(out)])
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
-    assert {"plans", "searched", "dismissed", "seconds", "pareto", "robust"} <= set(data)
+    assert {"plans", "searched", "priced", "dismissed", "seconds", "pareto", "robust"} <= set(data)
     promised = {"plan", "step_time_s", "interval_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "memory_gib"}
     assert promised | {"breakdown", "rules"} <= set(data["plans"][0])
     setup = read_setup(out)

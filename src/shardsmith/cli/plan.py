@@ -139,8 +139,8 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
     if explain or wide:
         parts.append(_front(found))
     parts.append("assumed:\n" + "\n".join(f"- {line}" for line in found.assumptions))
-    counts = f"{found.searched:,} plans decided one by one, {found.dismissed:,} in parts that bounds ruled out"
-    parts.append(f"{counts}, in {found.seconds:.2f} s")
+    counts = f"{found.searched:,} plans weighed by memory and time, {found.priced:,} of them priced on their own"
+    parts.append(f"{counts}; {found.dismissed:,} ruled out by bounds before; {found.seconds:.2f} s")
     return tuple(parts)
 
 

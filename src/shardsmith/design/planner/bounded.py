@@ -18,16 +18,26 @@ from numpy.typing import NDArray
 
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.experts import Experts, experts
-from shardsmith.design.cost.held import Share, kept_layer, moving, states, with_reserve
 from shardsmith.design.cost.kernels import Constants, Dense, dense_kernels
-from shardsmith.design.cost.layouts import MOST_HIDDEN, RECOMPUTE, Layouts, batch_of, layouts_of
+from shardsmith.design.cost.layouts import MOST_HIDDEN, Layouts, batch_of, layouts_of
 from shardsmith.design.cost.pipeline import hop
 from shardsmith.design.cost.schedules import DUALPIPE_V
 from shardsmith.design.cost.step import Pass, flow, one_pass, waiting
 from shardsmith.design.planner.found import Found, Leanest, Rivals
+from shardsmith.design.planner.least import first_rank_bytes, frame_bytes
 from shardsmith.design.planner.sharded import Scheduled, Shardings, Ways
 from shardsmith.design.planner.space import Index, Space
-from shardsmith.design.planner.tables import BLOCK, Distinct, Frames, distinct, frames_of, layered, placed, scheduled
+from shardsmith.design.planner.tables import (
+    BLOCK,
+    Distinct,
+    Frames,
+    distinct,
+    frames_of,
+    layered,
+    placed,
+    scheduled,
+    schedules,
+)
 from shardsmith.plan.precision import Precision, precision
 from shardsmith.plan.setup import Setup
 
@@ -72,7 +82,7 @@ class Bounded:
             return frames
         # A shape whose smallest microbatch does not fit fits with none.
         shapes = distinct([frames.shape])
-        fits = self._frame_bytes(frames.layouts.select(shapes.first)) <= self.limit
+        fits = frame_bytes(self.space.subject, frames.layouts.select(shapes.first), self.kinds) <= self.limit
         frames = frames.select(fits[shapes.place])
         bounds = self._frame_bounds(frames)
         return replace(frames, bounds=bounds).select(np.argsort(bounds, kind="stable"))
@@ -105,7 +115,7 @@ class Bounded:
         """The plan with the least memory, whether it fits or not; or one that holds no more than `enough` bytes."""
         frames = self.every
         found = Leanest(best=np.full(int(frames.group.max(initial=-1)) + 1, np.inf), limit=np.inf)
-        bounds = self._frame_bytes(frames.layouts)
+        bounds = frame_bytes(self.space.subject, frames.layouts, self.kinds)
         order, size = np.argsort(bounds, kind="stable"), FIRST
         while len(order) and bounds[order[0]] < found.limit > enough:
             self._layer(frames.select(order[:size]), found)
@@ -222,7 +232,7 @@ class Bounded:
         light = one.with_(recompute=np.zeros(len(part)))
         bound = self._near_bounds(light, [kinds[part], one.sequence_parallel, one.overlap])
         part = part[self._open(bound, group[part], found)]
-        part = part[self._least_bytes(q.select(part)) <= found.limit]
+        part = part[first_rank_bytes(self.space.subject, q.select(part), self.kinds) <= found.limit]
         one = q.select(part)
         bound = self._near_bounds(one, [kinds[part], *(getattr(one, name) for name in INSIDE)])
         keep = np.flatnonzero(self._open(bound, group[part], found))
@@ -242,25 +252,28 @@ class Bounded:
             work = self._work(q, paired)
             keep = np.flatnonzero(self._open(self._waited(work), where, found))
             q, where, work = q.select(keep), where[keep], work[keep]
-            ways = Ways(space=self.space, kinds=self.kinds, placed=q)
+            limit = found.limit if self.bound else np.inf
+            ways = Ways(space=self.space, kinds=self.kinds, placed=q, limit=limit)
+            found.searched += int((ways.choices.counts * schedules(self.space, q)).sum())
             passes = q.microbatches * self.space.subject.model.layers / q.pipeline
-            wide = np.flatnonzero(self._open(ways.floor(slice(None), work, work, passes) * self._wait, where, found))
+            bound = ways.fastest.floor(work, work, passes) * self._wait
+            wide = np.flatnonzero(self._open(bound, where, found))
             if len(wide):
-                ways = replace(ways, placed=q.select(wide))
-                keep = keep[wide]
-                self._schedule(ways, where[wide], plain.select(keep), paired.select(keep), found)
+                self._schedule(ways, wide, where, plain.select(keep), paired.select(keep), found)
 
-    def _schedule(self, ways: Ways, group: Index, plain: Pass, paired: Pass, found: Found) -> None:
-        """Go through every schedule of placed plans; layers take `plain`, or `paired` under DualPipe."""
+    def _schedule(self, ways: Ways, wide: Index, group: Index, plain: Pass, paired: Pass, found: Found) -> None:
+        """Go through every schedule of the placed plans `wide`; layers take `plain`, or `paired` under DualPipe."""
         s = self.space.subject
         handed = hop(batch_of(s, ways.placed, self.kinds), s.constants)
-        for q, row in scheduled(self.space, ways.placed, every=not self.bound):
+        for q, at in scheduled(self.space, ways.placed.select(wide), every=not self.bound):
+            row = wide[at]
             one = plain.select(row)
             if s.model.experts:
                 one = one.where(q.schedule != DUALPIPE_V, paired.select(row))
             b = batch_of(s, q, self.kinds)
             rows = Scheduled.of(q, row, one, handed[row], b, flow(b, s.constants, one, handed[row]))
-            seconds = ways.floor(row, rows.flow.total, rows.streamed, rows.passes) * self._wait
+            fastest = ways.fastest.select(row)
+            seconds = fastest.floor(rows.flow.total, rows.streamed, rows.passes) * self._wait
             keep = np.flatnonzero(self._open(seconds, group[row], found))
             if len(keep):
                 self._shard(ways, rows.select(keep), seconds[keep], group[row[keep]], found)
@@ -268,10 +281,9 @@ class Bounded:
     def _shard(self, ways: Ways, rows: Scheduled, bounds: Array, group: Index, found: Found) -> None:
         """Price every way to shard the states of some scheduled plans, the most promising first."""
         shardings = Shardings(ways=ways, rows=rows, wait=self._wait)
-        found.searched += int(ways.choices.counts[rows.row].sum())
         order = np.arange(len(group))
         if self.bound:
-            bounds = np.maximum(bounds, shardings.floor(found.limit))
+            bounds = np.maximum(bounds, shardings.floor())
             order = np.flatnonzero(self._open(bounds, group, found))
             order = order[np.argsort(bounds[order], kind="stable")]
         for at in range(0, len(order), AT_ONCE):
@@ -279,7 +291,8 @@ class Bounded:
             part = part[self._open(bounds[part], group[part], found)]
             if len(part):
                 below = found.threshold(self.count)[group[part]] if self.bound else np.full(len(part), np.inf)
-                plans = shardings.priced(part, below, found.limit if self.bound else np.inf)
+                plans = shardings.priced(part, below)
+                found.priced += len(plans.seconds)
                 found.keep(plans.seconds, plans.size, group[part][plans.rows.parent], plans.layouts)
 
     def _open(self, seconds: Array, group: Index, found: Found) -> NDArray[np.bool_]:
@@ -287,40 +300,3 @@ class Bounded:
         if not self.bound:
             return np.ones(len(seconds), dtype=bool)
         return np.less(seconds, found.threshold(self.count)[group])
-
-    def _frame_bytes(self, p: Layouts) -> Array:
-        """Bytes that the fullest rank of each frame's plans holds at least."""
-        full = np.full(len(p), float(RECOMPUTE.index("full")))
-        least = p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0), recompute=full)
-        return np.maximum(self._least_bytes(least), self._mean_bytes(least))
-
-    def _mean_bytes(self, p: Layouts) -> Array:
-        """Bytes that the mean rank holds at least: its part of all layers, one microbatch of which is in flight."""
-        s, kinds = self.space.subject, self.kinds
-        dense = float(s.model.experts.first_dense if s.model.experts else s.model.layers)
-        part, sparse = 1.0 / p.pipeline, float(s.model.layers) - dense
-        share = Share(dense=dense * part, sparse=sparse * part, embedding=part, head=part, rank=p.pipeline - 1.0)
-        # Layers of a kind differ by rank, and so does what is gathered of them: left out.
-        sizes = [
-            replace(states(s, self._most_sharded(p, level), kinds, share), gathered=0.0 * part) for level in (2.0, 3.0)
-        ]
-        kept, _ = kept_layer(s, p, batch_of(s, p, kinds))
-        return with_reserve(np.minimum(*(size.total for size in sizes)) + kept * s.model.layers * part)
-
-    def _least_bytes(self, p: Layouts) -> Array:
-        """Bytes that the first rank holds at least: a layer less than the mean, 1F1B's microbatches in flight."""
-        s, kinds = self.space.subject, self.kinds
-        layers, one = float(s.model.layers), np.ones(len(p))
-        mean = np.where(p.pipeline > 1, np.maximum(np.floor_divide(layers, p.pipeline) - 1.0, 0.0), layers)
-        dense = np.minimum(mean, float(s.model.experts.first_dense if s.model.experts else layers))
-        alone = np.where(p.pipeline > 1, 0.0, 1.0)
-        share = Share(dense=dense, sparse=mean - dense, embedding=alone, head=alone, rank=0.0 * one)
-        sizes = [states(s, self._most_sharded(p, level), kinds, share).total for level in (2.0, 3.0)]
-        more = moving(s, p, share, kept_layer(s, p, batch_of(s, p, kinds))).total
-        return with_reserve(np.minimum(*sizes) + more)
-
-    def _most_sharded(self, p: Layouts, level: float) -> Layouts:
-        """Plans with states at a ZeRO level and spread as widely as they can be."""
-        one = np.ones(len(p))
-        zero = np.where(p.data * p.context > 1, level, 0.0)
-        return p.with_(zero=zero, per_step=0.0 * one, replicate=one)

@@ -25,6 +25,9 @@ class Found:
     ceiling: float = np.inf
     """Seconds from which on plans are of no interest."""
     searched: int = 0
+    """Plans weighed by placement: what all their ways to shard states hold and take, whatever the schedule."""
+    priced: int = 0
+    """Those of them whose own time was computed, beside the memory of every decisive rank."""
     total: float = 0.0
 
     @property

@@ -95,9 +95,10 @@ class Choice:
 class SearchResult:
     """The answer of a search: `plans` ranked, best first, and what was looked at.
 
-    `searched` counts legal plans that were decided one by one: the memory of every decisive rank was computed, and the
-    time, unless the plan does not fit or a bound of its own is already too slow. `dismissed` counts legal plans in
-    subspaces that a bound ruled out. `pareto` holds plans that no other beats in time, memory and devices at once: of
+    `searched` counts legal plans that were weighed by placement: how many bytes each way to shard their states holds
+    beside what the first rank keeps, and its least time under any schedule. `priced` are those whose own time and
+    memory of every decisive rank were computed. `dismissed` counts legal plans in subspaces that a bound on layers
+    ruled out before. `pareto` holds plans that no other beats in time, memory and devices at once: of
     those ranked, or of all on the numbers of nodes asked for. `robust` is the plan whose worst case over the
     prediction intervals is best. `assumptions` says in words what the figures rest on.
     """
@@ -107,6 +108,7 @@ class SearchResult:
     pareto: tuple[Choice, ...]
     robust: Choice
     searched: int
+    priced: int
     dismissed: int
     seconds: float
     target: str
@@ -131,6 +133,7 @@ class SearchResult:
             "pareto": [choice.as_json() for choice in self.pareto],
             "robust": self.robust.as_json(),
             "searched": self.searched,
+            "priced": self.priced,
             "dismissed": self.dismissed,
             "seconds": self.seconds,
             "target": self.target,

@@ -100,6 +100,7 @@ def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: floa
         pareto=pareto(q, choices, bounded),
         robust=robust,
         searched=found.searched,
+        priced=found.priced,
         dismissed=found.dismissed,
         seconds=perf_counter() - start,
         target=q.target,

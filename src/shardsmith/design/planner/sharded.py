@@ -19,25 +19,23 @@ from shardsmith.design.cost.layouts import Layouts, batch_of
 from shardsmith.design.cost.price import decisive, share_of
 from shardsmith.design.cost.schedules import DUALPIPE_V, ZB_V
 from shardsmith.design.cost.step import Flow, Pass, Sharding, data_exposed, flow, sharding, with_gathers
+from shardsmith.design.planner.least import least_share
+from shardsmith.design.planner.rising import Fastest, Rising
 from shardsmith.design.planner.space import Index, Space
 from shardsmith.design.planner.tables import Choices, Distinct, distinct, sharded, with_options
 from shardsmith.plan.precision import Precision
-
-ROUNDING = 1024.0
-"""Bytes that a bound on bytes allows for sums that are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
     """The ways to shard the states of `placed` plans, and what each of them costs; one kind of plans shares its ways.
-
-    Gathers and reductions layer by layer (`streams`) only lengthen the passes, and so the slowest rank's work, by
-    `longer` a layer: all that no overlap hides. `after` comes on top at the end of a step, at the least.
+    No rank may hold more than `limit` bytes.
     """
 
     space: Space
     kinds: Precision
     placed: Layouts
+    limit: float
 
     @cached_property
     def _table(self) -> tuple[Choices, Layouts]:
@@ -79,20 +77,13 @@ class Ways:
         return kept_layer(s, p, batch_of(s, p, self.kinds))
 
     @cached_property
-    def _least(self) -> tuple[Array, Array, Array]:
-        """Of each kind: the least `after` without and with streams, and the least `longer` of those that stream."""
-        never, often = np.where(self.streams, np.inf, self.after), np.where(self.streams, self.after, np.inf)
-        longer = self.choices.least(np.where(self.streams, self.longer, np.inf))
-        # Where no option streams, `often` is infinite already.
-        return self.choices.least(never), self.choices.least(often), np.where(np.isfinite(longer), longer, 0.0)
-
-    def floor(self, row: Index | slice, whole: Array, streamed: Array, passes: Array) -> Array:
-        """Seconds that no way to shard the plans `row` goes below: `whole` ones in the pipeline without streams, and
-        at least `streamed` with them, of which `passes` layers become longer.
-        """
-        kind = self.choices.rows.place[row]
-        never, often, longer = self._least
-        return np.minimum(whole + never[kind], streamed + passes * longer[kind] + often[kind])
+    def fastest(self) -> Fastest:
+        """The ways of each placed plan that leave room for what the first rank keeps at least."""
+        s, p, options = self.space.subject, self.placed, self._table[1]
+        size = states(s, options, self.kinds, least_share(s, options)).total
+        rising = Rising.of(self.choices.sizes, size, self.streams, self.after, self.longer)
+        more = moving(s, p, least_share(s, p), self.kept).total
+        return rising.fastest(self.choices.rows.place, without_reserve(self.limit) - more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,48 +160,20 @@ class Shardings:
         kept = self.ways.kept[0][self.rows.row], self.ways.kept[1][self.rows.row]
         return [moving(s, p, share_of(s, p, where), kept).total for where in decisive(s.model)]
 
-    @cached_property
-    def _by_bytes(self) -> tuple[Array, Array, Array, Array]:
-        """For every kind and split (rows), by rising bytes of states on the first rank: those bytes, and of all options
-        up to there the least `after` without and with streams, and the least `longer`.
-        """
-        choices, (_, kind) = self.ways.choices, self._split
-        parent, entry = choices.expand_kinds(kind)
-        place = parent, np.arange(len(parent)) - self._starts[parent]
-        empty = np.full((len(kind), int(choices.sizes.max())), np.inf)
-        size, never, often, longer = (empty.copy() for _ in range(4))
-        streams, after = self.ways.streams[entry], self.ways.after[entry]
-        size[place] = self._states[0]
-        never[place], often[place] = np.where(streams, np.inf, after), np.where(streams, after, np.inf)
-        longer[place] = np.where(streams, self.ways.longer[entry], np.inf)
-        order = np.argsort(size, axis=1, kind="stable")
-        never, often, longer = (
-            np.minimum.accumulate(np.take_along_axis(column, order, axis=1), axis=1)
-            for column in (never, often, longer)
-        )
-        return np.take_along_axis(size, order, axis=1), never, often, np.where(np.isfinite(longer), longer, 0.0)
+    def floor(self) -> Array:
+        """Seconds that no plan of each row goes below; infinite where the first rank holds too much in any case."""
+        ways, rows, (split, kind) = self.ways, self.rows, self._split
+        entry = ways.choices.expand_kinds(kind)[1]
+        sizes = ways.choices.sizes[kind]
+        rising = Rising.of(sizes, self._states[0], ways.streams[entry], ways.after[entry], ways.longer[entry])
+        fastest = rising.fastest(split.place, without_reserve(ways.limit) - self._moving[0])
+        return fastest.floor(rows.flow.total, rows.streamed, rows.passes) * self.wait
 
-    def floor(self, limit: float) -> Array:
-        """Seconds that no plan of each row goes below whose first rank holds at most `limit` bytes; infinite where all
-        hold more.
+    def priced(self, which: Index, below: Array) -> Sharded:
+        """Of the plans of the rows `which` those that hold no more than they may and whose own bound is `below` what a
+        plan of their row must beat.
         """
-        size, never, often, longer = self._by_bytes
-        place, width = self._split[0].place, size.shape[1]
-        # One sorted list of all kinds: each stands a distance from the one before that no rank's bytes reach.
-        far = 2.0**46
-        room = np.clip(without_reserve(limit) - self._moving[0] + ROUNDING, -1.0, far / 2.0)
-        steps = np.minimum(size, far - 1.0) + far * np.arange(len(size))[:, None]
-        found = np.searchsorted(steps.ravel(), far * place + room, side="right") - width * place
-        at = place, np.maximum(found - 1, 0)
-        rows = self.rows
-        seconds = np.minimum(rows.flow.total + never[at], rows.streamed + rows.passes * longer[at] + often[at])
-        return np.where(found > 0, seconds, np.inf) * self.wait
-
-    def priced(self, which: Index, below: Array, limit: float) -> Sharded:
-        """Of the plans of the rows `which` those that hold no more than `limit` bytes and whose own bound is `below`
-        what a plan of their row must beat.
-        """
-        ways, rows = self.ways, self.rows
+        ways, rows, limit = self.ways, self.rows, self.ways.limit
         kind, place = ways.choices.rows.place[rows.row[which]], self._split[0].place[which]
         parent, entry = ways.choices.expand_kinds(kind)
         at = entry + (self._starts[place] - ways.choices.starts[kind])[parent]

@@ -207,6 +207,14 @@ def scheduled(space: Space, p: Layouts, *, every: bool = True) -> Iterator[tuple
         yield p.select(rows).with_(schedule=schedule, stages_per_rank=each, weighed=weighed), rows
 
 
+def schedules(space: Space, p: Layouts) -> Index:
+    """How many schedules each layout can have."""
+    rows = distinct([p.pipeline, p.microbatches, p.overlap])
+    kinds = np.stack([column[rows.first] for column in (p.pipeline, p.microbatches, p.overlap)], axis=1)
+    counts = [len(space.pipelines(*kind)) for kind in kinds.astype(int).tolist()]
+    return np.array(counts, dtype=np.intp)[rows.place]
+
+
 def parts_of(counts: Index) -> Iterator[slice]:
     """Slices of rows that make about `BLOCK` options together, of `counts` each."""
     ends, start = np.cumsum(counts), 0

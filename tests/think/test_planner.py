@@ -394,31 +394,3 @@ def test_the_verb_prints_the_promised_keys_and_a_plan_file(tmp_path) -> None:  #
     shown = CliRunner().invoke(main, [*line.split()[:-2], "--explain"])
     assert shown.exit_code == 0
     assert "one step away from the best plan" in shown.output
-
-
-@pytest.mark.parametrize(
-    ("model", "cluster", "nodes", "batch", "seq_len", "target", "line", "decile"),
-    [
-        # Llama 3 405B (Dubey et al. 2024), GPT-3 175B (Narayanan et al. 2021), Mixtral (Megatron-Core documentation)
-        ("llama3-405b", "h100", 2048, 2048, 8192, "megatron-core", "tensor=8,pipeline=16,data=128", 0.1),
-        ("gpt3-175b", "a100", 128, 1536, 2048, "megatron-lm-classic", "tensor=8,pipeline=8,data=16,zero=0", 0.1),
-        ("mixtral-8x7b", "h100", 8, 256, 4096, "megatron-core", "tensor=1,pipeline=4,data=16,expert=8", 0.1),
-    ],
-)
-def test_published_layouts_are_in_the_best_tenth(
-    model: str, cluster: str, nodes: int, batch: int, seq_len: int, target: str, line: str, decile: float
-) -> None:
-    work = Workload(seq_len=seq_len, global_batch=batch, dtype="bfloat16")
-    s = make_subject(model_named(model), work, cluster_named(cluster).with_nodes(nodes), target)
-    degrees = {key: int(value) for key, value in (pair.split("=") for pair in line.split(","))}
-    # None of them split the sequence for attention, and in 2021 there was no ZeRO beside a pipeline.
-    had = {"context": 1} | ({"zero": 0} if "zero" in degrees else {})
-    found = Bounded(space=space_of(s, **had).thin(), limit=79.0 * GIB, count=10**9).run()
-    own = Bounded(space=space_of(s, context=1, **degrees), limit=79.0 * GIB).run()
-    assert own.plans
-    # Among layouts with tensor ranks inside a node: across nodes every network card carries a part of the ring, which
-    # makes wide tensor groups better here than those who had no such rings found them.
-    rivals = [float(found.best[at]) for at, p in found.plans.items() if p.tensor[0] <= 8]
-    place = sum(seconds < float(own.best.min()) for seconds in rivals)
-    assert len(rivals) >= 10
-    assert place <= decile * len(rivals), (place, len(rivals))

@@ -18,7 +18,6 @@ from shardsmith.units import GIB, format_seconds
 if TYPE_CHECKING:
     from shardsmith.design.planner.result import Choice, SearchResult
 
-MOST_NEIGHBOURS = 24
 DTYPES = (*get_args(Dtype), "float8")
 
 
@@ -116,7 +115,7 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
         )
     if found.robust is not best:
         parts.append(f"safest within the intervals: {found.robust.setup.plan}")
-    parts.append("rules of thumb:\n" + "\n".join(f"- {note.rule}. {note.text}" for note in best.rules))
+    parts.append("rules of thumb:\n" + "\n".join(f"- {note.verdict}: {note.rule} {note.text}" for note in best.rules))
     if explain:
         parts.append(_neighbours(best))
     if explain or wide:
@@ -165,7 +164,7 @@ def _neighbours(choice: Choice) -> Table:
     table = Table(title="one step away from the best plan", title_justify="left")
     for column in ("field", "from", "to", "time", "fullest rank", "why not"):
         table.add_column(column, justify="left", no_wrap=column != "why not")
-    for n in choice.neighbours[:MOST_NEIGHBOURS]:
+    for n in choice.neighbours:
         time = "" if n.ratio is None else f"{n.ratio - 1:+.1%}"
         size = "" if n.peak_gib is None else f"{n.peak_gib:.1f} GiB"
         table.add_row(n.axis, n.before, n.after, time, size, n.reason)
@@ -175,7 +174,7 @@ def _neighbours(choice: Choice) -> Table:
 def _front(found: SearchResult) -> Table:
     table = Table(title="no plan beats these in time, memory and devices", title_justify="left")
     for column in ("nodes", "step", "fullest rank", "plan"):
-        table.add_column(column, justify="left", no_wrap=column != "plan")
+        table.add_column(column, justify="left", no_wrap=column != "plan", overflow="fold")
     for choice in found.pareto:
         e = choice.estimate
         nodes, plan = str(choice.setup.cluster.nodes), str(choice.setup.plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -45,11 +45,14 @@ def binds(e: Estimate, limit: float) -> str:
     )
 
 
-def neighbours(s: Subject, setup: Setup, found: Estimate, limit: float) -> tuple[Neighbour, ...]:
+def neighbours(
+    s: Subject, setup: Setup, found: Estimate, limit: float, held: Collection[str] = ()
+) -> tuple[Neighbour, ...]:
     """Every plan one step away from `setup`: its time over this plan's, its memory, or why it is not legal.
 
     A degree moves to the next one that divides the devices, and the data ranks (for data: the pipeline) make up
-    for it; a microbatch that no longer divides becomes the next smaller one that does.
+    for it; a microbatch that no longer divides becomes the next smaller one that does. A step that moves one of the
+    fields that are `held` says so.
     """
     moved = list(_moves(s, setup))
     sound, reasons = [], {}
@@ -70,6 +73,10 @@ def neighbours(s: Subject, setup: Setup, found: Estimate, limit: float) -> tuple
     for at, (axis, plan) in enumerate(moved):
         seconds, size = figures.get(at, (np.nan, np.nan))
         short = f"holds {size / GIB:.1f} GiB, {(size - limit) / GIB:.1f} too many" if size > limit else ""
+        # A split of layers that was weighed for these stages is another one for others.
+        free = () if axis == "layers" else ("layers",)
+        moves = [k for k in held if k not in free and getattr(plan, k) != getattr(setup.plan, k)]
+        fixed = "held: " + ", ".join(f"{k} = {shown(getattr(setup.plan, k))}" for k in moves) if moves else ""
         out.append(
             Neighbour(
                 axis=axis,
@@ -78,10 +85,20 @@ def neighbours(s: Subject, setup: Setup, found: Estimate, limit: float) -> tuple
                 plan=str(plan),
                 ratio=None if at in reasons else seconds / found.step_time_s,
                 peak_gib=None if at in reasons else size / GIB,
-                reason=reasons.get(at, short),
+                reason=reasons.get(at, fixed or short),
             )
         )
     return tuple(out)
+
+
+def degree_steps(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
+    """(degree, plan) of every step of a degree; what else has to follow is made to fit."""
+    plan = setup.plan
+    for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor", "data"):
+        if axis.startswith("expert") and s.model.experts is None:
+            continue
+        for value in _steps(axis, plan, s):
+            yield axis, _fitted(plan, setup, **_with_degree(plan, axis, value))
 
 
 def _settled(setup: Setup) -> Setup | None:
@@ -95,11 +112,7 @@ def _settled(setup: Setup) -> Setup | None:
 def _moves(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
     """(field, plan) of every step."""
     plan = setup.plan
-    for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor", "data"):
-        if axis.startswith("expert") and s.model.experts is None:
-            continue
-        for value in _steps(axis, plan, s):
-            yield axis, _fitted(plan, setup, **_with_degree(plan, axis, value))
+    yield from degree_steps(s, setup)
     for value in _around(divisors(plan.data), plan.replicate):
         if plan.zero:
             yield "replicate", plan.with_(replicate=value)

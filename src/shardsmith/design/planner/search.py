@@ -91,7 +91,7 @@ def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: floa
         choices[0] = replace(
             first,
             rules=rule_notes(s, first, bounded),
-            neighbours=neighbours(s, first.setup, first.estimate, q.limit),
+            neighbours=neighbours(s, first.setup, first.estimate, q.limit, held=q.varied),
         )
     robust = min(choices, key=lambda choice: choice.estimate.interval_s[1])
     return SearchResult(

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from shardsmith import api
 from shardsmith.cli.main import main
-from shardsmith.design.cost.estimate import estimate, estimate_plan
+from shardsmith.design.cost.estimate import Estimate, estimate, estimate_plan
 from shardsmith.design.cost.layouts import ORDERS
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.subject import Subject, make_subject
@@ -24,10 +24,12 @@ from shardsmith.design.planner.tables import distinct, everything
 from shardsmith.errors import Refused
 from shardsmith.layout.check import examine
 from shardsmith.plan.file import make_setup, read_setup
+from shardsmith.plan.line import parse_plan_line
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled
+from shardsmith.specs.cluster import ClusterSpec
 from shardsmith.specs.job import Workload
 from shardsmith.specs.library import cluster_named, model_named
 from shardsmith.units import GIB
@@ -194,16 +196,44 @@ def _random_plan(s: Subject, rng: random.Random) -> Plan:
     )
 
 
-def test_more_memory_and_more_bandwidth_never_lose() -> None:
-    s = subject(*SMALL[0])
-    best = [float(Bounded(space=space_of(s), limit=gib * GIB).run().best.min()) for gib in (14, 20, 30, 60, 120)]
-    assert all(later <= earlier for earlier, later in pairwise(best))
-    for level in (0, 1):
-        links = list(s.cluster.levels)
-        links[level] = replace(links[level], bandwidth_gbs=links[level].bandwidth_gbs * 2)
-        faster = make_subject(s.model, s.workload, replace(s.cluster, levels=tuple(links)))
-        for gib, now in ((20, best[1]), (60, best[3])):
-            assert float(Bounded(space=space_of(faster), limit=gib * GIB).run().best.min()) <= now
+@pytest.mark.parametrize("case", SMALL)
+def test_more_memory_and_faster_parts_never_lose(case: tuple[str, int, int, int, int, int]) -> None:
+    """Memory; bandwidth and latency of every level; peak and memory bandwidth of the device: dense and experts."""
+    s = subject(*case)
+
+    def best(cluster: ClusterSpec, gib: float) -> float:
+        one = make_subject(s.model, s.workload, cluster)
+        return float(Bounded(space=space_of(one), limit=gib * GIB).run().best.min())
+
+    sizes = (9, 14, 20, 30, 60, 120)
+    now = {gib: best(s.cluster, gib) for gib in sizes}
+    assert all(now[more] <= now[less] for less, more in pairwise(sizes))
+    tight = min(gib for gib in sizes if np.isfinite(now[gib]))
+    gained = set()
+    for gib, factor in ((tight, 1.1), (120, 4.0)):
+        for part, cluster in faster(s.cluster, factor).items():
+            then = best(cluster, gib)
+            assert then <= now[gib], (part, gib)
+            gained |= {part} if then < now[gib] * (1 - 1e-6) else set()
+    assert {"peak", "memory bandwidth"} < gained
+
+
+def faster(cluster: ClusterSpec, factor: float) -> dict[str, ClusterSpec]:
+    """The cluster with one of its parts faster by a factor, by what that is."""
+    device, found = cluster.device, {}
+    for at, link in enumerate(cluster.levels):
+        wide, near = (
+            replace(link, bandwidth_gbs=link.bandwidth_gbs * factor),
+            replace(link, latency_us=link.latency_us / factor),
+        )
+        for name, other in (("bandwidth", wide), ("latency", near)):
+            levels = (*cluster.levels[:at], other, *cluster.levels[at + 1 :])
+            found[f"{name} of {link.name}"] = replace(cluster, levels=levels)
+    peaks = {dtype: peak * factor for dtype, peak in device.peak_tflops.items()}
+    found["peak"] = replace(cluster, device=replace(device, peak_tflops=peaks))
+    assert device.memory_bandwidth_gbs is not None
+    wide_memory = replace(device, memory_bandwidth_gbs=device.memory_bandwidth_gbs * factor)
+    return found | {"memory bandwidth": replace(cluster, device=wide_memory)}
 
 
 def test_the_answer_is_what_the_estimate_says_and_fits() -> None:
@@ -277,6 +307,54 @@ def test_case_g08_the_rule_is_priced_not_decreed() -> None:
     assert note.verdict == "beaten"
     assert note.ratio is not None
     assert note.ratio > 1
+    own, other = many.best.setup, parse_plan_line(note.other or "")
+    assert estimate(own.with_plan(**vars(other))).step_time_s / estimate(own).step_time_s == pytest.approx(note.ratio)
+    assert f"takes {note.ratio - 1:.1%} longer" in note.text
+    # What is held is not offered as a faster neighbour.
+    assert not [n for n in many.best.neighbours if n.ratio is not None and n.ratio < 1 - 1e-9 and not n.reason]
+    assert any(n.reason.startswith("held: ") and "data = 1" in n.reason for n in many.best.neighbours)
+
+
+def test_case_g08_eight_ranks_of_either_kind_at_the_sizes_of_the_case() -> None:
+    """With 8 tensor ranks that wait for links 25 % of the time, 64 microbatches want the pipeline, 8 tensor ranks."""
+
+    def best(degree: str, microbatches: int, bandwidth_gbs: float) -> Estimate:
+        fix = [degree, "data=1", "context=1", "microbatch=1", "schedule=one_f_one_b"]
+        cluster = cluster_named("a100")
+        links = (replace(cluster.levels[0], bandwidth_gbs=bandwidth_gbs), *cluster.levels[1:])
+        ask = {"global_batch": microbatches, "seq_len": 4096, "fix": fix, "top": 1}
+        return api.search("llama2-13b", replace(cluster, levels=links), **ask).best.estimate  # type: ignore[arg-type]
+
+    tensor, free = best("tensor=8", 64, 78.9), best("tensor=8", 64, 1e7)
+    assert 1 - free.step_time_s / tensor.step_time_s == pytest.approx(0.25, abs=0.001)
+    for microbatches, idle, fewer_bubbles in ((64, 0.0986, False), (8, 0.4667, True)):
+        wide, deep = (best(degree, microbatches, 78.9) for degree in ("tensor=8", "pipeline=8"))
+        parts = deep.breakdown
+        assert parts["bubble"] / (parts["compute"] + parts["bubble"]) == pytest.approx(idle, rel=0.02)
+        assert (wide.step_time_s < deep.step_time_s) == fewer_bubbles
+
+
+def test_what_layers_wait_for_links_is_no_compute() -> None:
+    near, far = (
+        make_setup(
+            plan=f"tensor={t},data={16 // t},microbatch=1,sequence_parallel=true,replicate_kv={r}",
+            model="llama3-70b",
+            cluster="h100",
+            nodes=2,
+            global_batch=32,
+            seq_len=4096,
+            dtype="bfloat16",
+        )
+        for t, r in ((1, "false"), (16, "true"))
+    )
+    assert "exchange" not in api.check(near).binds
+    words = api.check(far).binds
+    share = float(words.split("then exchange inside layers ")[1].split("%")[0]) / 100
+    links = tuple(replace(link, bandwidth_gbs=1e12, latency_us=0.0) for link in far.cluster.levels)
+    bare = estimate(replace(far, cluster=replace(far.cluster, levels=links)))
+    total = estimate(far)
+    assert share == pytest.approx(1 - bare.step_time_s / total.step_time_s, abs=0.01)
+    assert share > 0.3
 
 
 def test_case_g13_layouts_for_more_devices() -> None:

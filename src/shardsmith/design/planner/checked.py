@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardsmith.design.cost.estimate import Estimate, estimate_plan
 from shardsmith.design.cost.subject import DEFAULT_TARGET, subject_of
 from shardsmith.design.planner.anew import chosen_anew
-from shardsmith.design.planner.explain import binds, neighbours
+from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.priced import Priced
 from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.rules.pitfalls import pitfalls
@@ -43,7 +43,7 @@ def price_checked(checked: Checked, target: str = DEFAULT_TARGET, *, anew: bool 
         estimate=found,
         better=better(every, found, limit),
         barred=barred(every),
-        binds=binds(found, limit),
+        binds=binding(s, [setup], [found], limit)[0],
         anew=chosen_anew(s, setup, found, limit) if anew else (),
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shardsmith.layout.axes.data import Spread, States, data_rows, dense_spread, states
 from shardsmith.layout.axes.expert import expert_shard, expert_shards, is_routed
@@ -79,19 +80,25 @@ def stage_weights(setup: Setup, stage: Stage) -> tuple[Weight, ...]:
     Where the head is tied and stands on another stage than the embedding, `embedding.weight` comes last,
     as this stage's head: the one tensor that two stages hold.
     """
-    found = []
-    for weight in weights(setup.model):
-        if weight.layer is not None:
-            here = weight.layer in stage.layers
-        else:
-            here = stage.embedding if weight.role in ("embedding", "position") else stage.head
-        if here:
-            found.append(weight)
-        elif setup.model.tied and stage.head and weight.role == "embedding":
-            tied = weight
-    if setup.model.tied and stage.head and not stage.embedding:
-        found.append(tied)
+    model, own = setup.model, _weights_by_layer(setup.model)
+    first = [weight for weight in own[None] if weight.role in ("embedding", "position")]
+    found = list(first) if stage.embedding else []
+    for layer in stage.layers:
+        found += own[layer]
+    if stage.head:
+        found += [weight for weight in own[None] if weight not in first]
+    if model.tied and stage.head and not stage.embedding:
+        found += [weight for weight in first if weight.role == "embedding"]
     return tuple(found)
+
+
+@lru_cache(maxsize=32)
+def _weights_by_layer(model: ModelSpec) -> Mapping[int | None, Sequence[Weight]]:
+    """The model's tensors by their layer, those of the ends under None, in the order of the forward pass."""
+    found: dict[int | None, list[Weight]] = {None: []}
+    for weight in weights(model):
+        found.setdefault(weight.layer, []).append(weight)
+    return found
 
 
 def local_shards(setup: Setup, rank: int) -> tuple[Held, ...]:

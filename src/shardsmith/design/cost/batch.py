@@ -6,6 +6,7 @@ a million candidates are a handful of array operations. Nothing here knows names
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Self
 
@@ -23,6 +24,14 @@ class Columns:
         """The cases that `which` (a mask or indices) names, in its order."""
         names = [f.name for f in fields(self)]  # type: ignore[arg-type]
         return type(self)(**{name: getattr(self, name)[which] for name in names})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The cases of all `parts`, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,11 @@ def with_reserve(known: Array) -> Array:
     return RESERVE + (1.0 + FRAGMENTATION) * known
 
 
+def without_reserve(total: float) -> float:
+    """Bytes that states and microbatches may take of `total`."""
+    return (total - RESERVE) / (1.0 + FRAGMENTATION)
+
+
 def states(s: Subject, p: Layouts, kinds: Precision, share: Share) -> States:
     """States follow `layout`: level 1 shards the optimiser's, 2 the gradients where they are reduced each
     microbatch, 3 the weights.

@@ -104,23 +104,25 @@ class Split:
         placement = orders.load(SCHEDULES[schedule]).placement(pipeline=pipeline, stages_per_rank=stages)
         first_dense = self.model.experts.first_dense if self.model.experts else layers
         own, at = np.array(counts), np.cumsum(counts) - counts
-        held = np.bincount(placement, own, pipeline).astype(int).tolist()
-        dense = np.bincount(placement, np.clip(first_dense - at, 0, own), pipeline).astype(int).tolist()
-        inner = range(1, pipeline - 1) if pipeline > 2 else range(pipeline - 1, pipeline)
-        middle = max(inner, key=lambda rank: (held[rank], -dense[rank]))
-        sparsest = max(inner, key=lambda rank: (held[rank] - dense[rank], held[rank]))
-        densest = max(inner, key=lambda rank: (dense[rank], held[rank]))
+        held = np.bincount(placement, own, pipeline)
+        dense = np.bincount(placement, np.clip(first_dense - at, 0, own), pipeline)
+        # Ranks by what counts first and by what decides between equals, the earliest of them.
+        start, stop = (1, pipeline - 1) if pipeline > 2 else (pipeline - 1, pipeline)
+        some, plain, first = held[start:stop], dense[start:stop], layers + 1.0
+        middle = start + int(np.argmax(some * first - plain))
+        sparsest = start + int(np.argmax((some - plain) * first + some))
+        densest = start + int(np.argmax(plain * first + some))
         return Ranks(
-            fullest=max(held),
-            beside_head=held[placement[-1]],
-            first=held[0],
-            middle=held[middle],
-            sparsest=held[sparsest],
-            densest=held[densest],
-            last=held[-1],
-            first_dense=dense[0],
-            middle_dense=dense[middle],
-            sparsest_dense=dense[sparsest],
-            densest_dense=dense[densest],
-            last_dense=dense[-1],
+            fullest=int(held.max()),
+            beside_head=int(held[placement[-1]]),
+            first=int(held[0]),
+            middle=int(held[middle]),
+            sparsest=int(held[sparsest]),
+            densest=int(held[densest]),
+            last=int(held[-1]),
+            first_dense=int(dense[0]),
+            middle_dense=int(dense[middle]),
+            sparsest_dense=int(dense[sparsest]),
+            densest_dense=int(dense[densest]),
+            last_dense=int(dense[-1]),
         )

@@ -20,14 +20,14 @@ from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.experts import Experts, experts
 from shardsmith.design.cost.held import Share, kept_layer, moving, states, with_reserve
 from shardsmith.design.cost.kernels import Constants, Dense, dense_kernels
-from shardsmith.design.cost.layouts import MOST_HIDDEN, Layouts, batch_of, layouts_of
+from shardsmith.design.cost.layouts import MOST_HIDDEN, RECOMPUTE, Layouts, batch_of, layouts_of
 from shardsmith.design.cost.pipeline import hop
 from shardsmith.design.cost.schedules import DUALPIPE_V
 from shardsmith.design.cost.step import Pass, flow, one_pass, waiting
-from shardsmith.design.planner.found import Found, Rivals
+from shardsmith.design.planner.found import Found, Leanest, Rivals
 from shardsmith.design.planner.sharded import Scheduled, Shardings, Ways
 from shardsmith.design.planner.space import Index, Space
-from shardsmith.design.planner.tables import BLOCK, Frames, distinct, frames_of, layered, placed, scheduled
+from shardsmith.design.planner.tables import BLOCK, Distinct, Frames, distinct, frames_of, layered, placed, scheduled
 from shardsmith.plan.precision import Precision, precision
 from shardsmith.plan.setup import Setup
 
@@ -35,13 +35,12 @@ FIRST, LARGEST = 256, 2048
 """Frames in the first block, which only has to set a mark for the others, and in the largest."""
 AT_ONCE = 512
 """Scheduled plans whose shardings are priced before the mark is looked at again."""
-DECIDING = (
-    *("tensor", "replicate_kv", "context", "ulysses", "expert", "expert_tensor"),
-    *("microbatch", "sequence_parallel", "recompute", "overlap"),
-)
-"""Columns that decide what a layer takes, beside the links of its groups,"""
+DECIDING_DEGREES = ("tensor", "replicate_kv", "context", "ulysses", "expert", "expert_tensor")
+"""Columns that decide what a layer takes, beside the microbatch,"""
+INSIDE = ("sequence_parallel", "recompute", "overlap")
+"""how it is run,"""
 STRIDES = ("tensor_stride", "context_stride")
-"""which follow from where its groups stand;"""
+"""and where its groups stand;"""
 DECIDING_DENSE = ("tensor", "replicate_kv", "context", "microbatch", "sequence_parallel", "overlap")
 """what its kernels take,"""
 DECIDING_ROUTED = ("tensor", "context", "expert", "expert_tensor", "microbatch", "overlap")
@@ -61,10 +60,21 @@ class Bounded:
     """Whether bounds dismiss anything: without, every plan is priced (small spaces only)."""
 
     @cached_property
+    def every(self) -> Frames:
+        """All frames."""
+        return frames_of(self.space)
+
+    @cached_property
     def frames(self) -> Frames:
-        """All frames, by rising bound."""
-        frames = frames_of(self.space)
-        bounds = self._frame_bounds(frames.layouts) if len(frames) else np.empty(0)
+        """The frames with plans that may fit, by rising bound; without bounds all."""
+        frames = self.every
+        if not self.bound or not len(frames):
+            return frames
+        # A shape whose smallest microbatch does not fit fits with none.
+        shapes = distinct([frames.shape])
+        fits = self._frame_bytes(frames.layouts.select(shapes.first)) <= self.limit
+        frames = frames.select(fits[shapes.place])
+        bounds = self._frame_bounds(frames)
         return replace(frames, bounds=bounds).select(np.argsort(bounds, kind="stable"))
 
     @cached_property
@@ -73,9 +83,7 @@ class Bounded:
         return replace(self, space=self.space.thin())
 
     def run(self, below: float = np.inf) -> Found:
-        """The best plans that take less than `below` seconds. Nothing found leaves `best` at infinity; without bounds
-        `smallest` then says what comes nearest.
-        """
+        """The best plans that take less than `below` seconds. Nothing found leaves `best` at infinity."""
         return self._run(self.frames, below)
 
     def within(self, limit: float) -> Found:
@@ -84,7 +92,7 @@ class Bounded:
 
     def _run(self, frames: Frames, below: float) -> Found:
         count = int(frames.group.max(initial=-1)) + 1
-        found = Found(best=np.full(count, np.inf), total=float(frames.below.sum()), ceiling=below)
+        found = Found(best=np.full(count, np.inf), limit=self.limit, total=float(self.every.below.sum()), ceiling=below)
         if not self.bound:
             self._layer(frames, found)
         elif len(frames):
@@ -93,12 +101,23 @@ class Bounded:
             self._search(frames, found, LARGEST)
         return found
 
+    def leanest(self, enough: float = -np.inf) -> Leanest:
+        """The plan with the least memory, whether it fits or not; or one that holds no more than `enough` bytes."""
+        frames = self.every
+        found = Leanest(best=np.full(int(frames.group.max(initial=-1)) + 1, np.inf), limit=np.inf)
+        bounds = self._frame_bytes(frames.layouts)
+        order, size = np.argsort(bounds, kind="stable"), FIRST
+        while len(order) and bounds[order[0]] < found.limit > enough:
+            self._layer(frames.select(order[:size]), found)
+            order, size = order[size:], min(2 * size, LARGEST)
+        return found
+
     def rivals(self, wanted: Sequence[NDArray[np.bool_]]) -> Rivals:
         """The fastest of the usual plans in each of these sets of frames."""
         frames = self.frames
         kinds = distinct([mask * 1.0 for mask in wanted]) if wanted else distinct([frames.bounds * 0.0])
         sets = np.array([mask[kinds.first] for mask in wanted], dtype=bool).reshape(len(wanted), len(kinds.first))
-        found = Rivals(best=np.full(len(kinds.first), np.inf), sets=sets)
+        found = Rivals(best=np.full(len(kinds.first), np.inf), limit=self.limit, sets=sets)
         self.thin._search(replace(frames, group=kinds.place), found)
         return found
 
@@ -123,21 +142,23 @@ class Bounded:
         """The factor on a step of so many ranks: the same for every plan."""
         return float(waiting(np.array(float(self.space.world)), self.space.subject.constants))
 
-    def _passes(self, p: Layouts, *, near: bool = False, paired: bool = False, **fixed: Array) -> Pass:
-        """What layers and ends of every plan take, computed once for all that agree in what decides it.
+    def _passes(self, p: Layouts, rows: Distinct, *, near: bool = False, paired: bool = False, **fixed: Array) -> Pass:
+        """What layers and ends of every plan take, computed once for all that are the same in `rows`.
 
         With `near` all groups stand on neighbouring ranks; `paired` plans hide dispatch as DualPipe does; columns of
         the Batch can be `fixed` to one value.
         """
         s = self.space.subject
-        where = [] if near else [getattr(batch_of(s, p, self.kinds), name) for name in STRIDES]
-        rows = distinct([*(getattr(p, name) for name in DECIDING), *where])
         one = p.select(rows.first)
         one = one.with_(schedule=np.full(len(one), DUALPIPE_V)) if paired else one
-        fixed |= dict.fromkeys(STRIDES, np.ones(len(one))) if near else {}
-        dense = self._shared(one, DECIDING_DENSE, dense_kernels)
-        routed = self._shared(one, DECIDING_ROUTED, experts) if s.model.experts else None
-        return one_pass(batch_of(s, one, self.kinds, **fixed), s.constants, dense, routed).select(rows.place)
+        fixed |= dict.fromkeys(STRIDES, np.ones(1)) if near else {}
+        parts = []
+        for start in range(0, max(len(one), 1), BLOCK):
+            part = one.select(np.arange(start, min(start + BLOCK, len(one))))
+            dense = self._shared(part, DECIDING_DENSE, dense_kernels)
+            routed = self._shared(part, DECIDING_ROUTED, experts) if s.model.experts else None
+            parts.append(one_pass(batch_of(s, part, self.kinds, **fixed), s.constants, dense, routed))
+        return (Pass.joined(parts)).select(rows.place)
 
     def _shared(self, p: Layouts, names: Sequence[str], kernels: Callable[[Batch, Constants], Kernels]) -> Kernels:
         """`kernels` of every plan, computed once for all that agree in the columns `names`."""
@@ -145,15 +166,20 @@ class Bounded:
         found = kernels(batch_of(self.space.subject, p.select(rows.first), self.kinds), self.space.subject.constants)
         return found.select(rows.place)
 
-    def _frame_bounds(self, p: Layouts) -> Array:
+    def _frame_bounds(self, frames: Frames) -> Array:
         """Seconds that no plan of each frame goes below: every choice inside a layer at its best, links at theirs."""
-        if not len(p):
-            return np.empty(0)
+        p, shapes = frames.layouts, distinct([frames.shape])
         split = p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0))
+        one = p.select(shapes.first)
+        alike = distinct([getattr(one, name) for name in DECIDING_DEGREES]).place[shapes.place]
         # Cutting the sequence costs a gather in backward with some software: the bound is without.
         best = {"overlap_tensor": np.array([MOST_HIDDEN]), "regather": np.zeros(1)}
-        one = self._passes(split, near=True, paired=True, **best)
-        return self._waited(self._work(split, one))
+        passes = self._passes(split, distinct([alike, p.microbatch]), near=True, paired=True, **best)
+        return self._waited(self._work(split, passes))
+
+    def _near_bounds(self, p: Layouts, alike: Sequence[Array | Index]) -> Array:
+        """Seconds that no plan goes below, all groups on neighbouring ranks; plans `alike` take the same a layer."""
+        return self._waited(self._work(p, self._passes(p, distinct(alike), near=True, paired=True)))
 
     def _waited(self, seconds: Array) -> Array:
         """Of so many seconds in the pipeline, those of the step without anything that depends on states."""
@@ -173,28 +199,41 @@ class Bounded:
     def _layer(self, frames: Frames, found: Found) -> None:
         """Go through every way to run the layers of some frames."""
         q, parent = layered(self.space, frames.layouts)
-        group = frames.group[parent]
+        group, p = frames.group[parent], frames.layouts
+        kinds = distinct([getattr(p, name) for name in (*DECIDING_DEGREES, "microbatch")]).place[parent]
         for start in range(0, len(q), BLOCK):
             part = np.arange(start, min(start + BLOCK, len(q)))
-            one, where = q.select(part), group[part]
             if self.bound:
-                bound = self._waited(self._work(one, self._passes(one, near=True, paired=True)))
-                keep = np.flatnonzero(self._open(bound, where, found))
-                keep = keep[self._least_bytes(one.select(keep)) <= self.limit]
-                order = keep[np.argsort(bound[keep], kind="stable")]
-                one, where = one.select(order), where[order]
-            if len(one):
-                self._place(one, where, found)
+                part = self._promising(q, part, kinds, group, found)
+            if len(part):
+                one = q.select(part)
+                alike = distinct([kinds[part], *(getattr(one, name) for name in INSIDE)]).place
+                self._place(one, alike, group[part], found)
 
-    def _place(self, p: Layouts, group: Index, found: Found) -> None:
+    def _promising(self, q: Layouts, part: Index, kinds: Index, group: Index, found: Found) -> Index:
+        """Of the layered plans `part` those that may fit and be kept, by rising bound."""
+        # Recomputing nothing takes the least time: one bound for all that differ in it.
+        one = q.select(part)
+        light = one.with_(recompute=np.zeros(len(part)))
+        bound = self._near_bounds(light, [kinds[part], one.sequence_parallel, one.overlap])
+        part = part[self._open(bound, group[part], found)]
+        part = part[self._least_bytes(q.select(part)) <= found.limit]
+        one = q.select(part)
+        bound = self._near_bounds(one, [kinds[part], *(getattr(one, name) for name in INSIDE)])
+        keep = np.flatnonzero(self._open(bound, group[part], found))
+        return part[keep[np.argsort(bound[keep], kind="stable")]]
+
+    def _place(self, p: Layouts, alike: Index, group: Index, found: Found) -> None:
         """Go through every placement of some layered plans, and every schedule."""
         every, parent = placed(self.space, p)
-        group = group[parent]
+        group, alike = group[parent], alike[parent]
         for start in range(0, len(every), BLOCK):
             part = np.arange(start, min(start + BLOCK, len(every)))
             q, where = every.select(part), group[part]
-            plain = self._passes(q)
-            paired = self._passes(q, paired=True) if self.space.subject.model.experts else plain
+            b = batch_of(self.space.subject, q, self.kinds)
+            rows = distinct([alike[part], b.tensor_stride, b.context_stride])
+            plain = self._passes(q, rows)
+            paired = self._passes(q, rows, paired=True) if self.space.subject.model.experts else plain
             work = self._work(q, paired)
             keep = np.flatnonzero(self._open(self._waited(work), where, found))
             q, where, work = q.select(keep), where[keep], work[keep]
@@ -210,7 +249,7 @@ class Bounded:
         """Go through every schedule of placed plans; layers take `plain`, or `paired` under DualPipe."""
         s = self.space.subject
         handed = hop(batch_of(s, ways.placed, self.kinds), s.constants)
-        for q, row in scheduled(self.space, ways.placed):
+        for q, row in scheduled(self.space, ways.placed, every=not self.bound):
             one = plain.select(row)
             if s.model.experts:
                 one = one.where(q.schedule != DUALPIPE_V, paired.select(row))
@@ -224,23 +263,44 @@ class Bounded:
     def _shard(self, ways: Ways, rows: Scheduled, bounds: Array, group: Index, found: Found) -> None:
         """Price every way to shard the states of some scheduled plans, the most promising first."""
         shardings = Shardings(ways=ways, rows=rows, wait=self._wait)
+        found.searched += int(ways.choices.counts[rows.row].sum())
         order = np.arange(len(group))
         if self.bound:
-            order = np.flatnonzero(shardings.least_bytes() <= self.limit)
+            bounds = np.maximum(bounds, shardings.floor(found.limit))
+            order = np.flatnonzero(self._open(bounds, group, found))
             order = order[np.argsort(bounds[order], kind="stable")]
         for at in range(0, len(order), AT_ONCE):
             part = order[at : at + AT_ONCE]
             part = part[self._open(bounds[part], group[part], found)]
             if len(part):
                 below = found.threshold(self.count)[group[part]] if self.bound else np.full(len(part), np.inf)
-                plans = shardings.priced(part, below, self.limit if self.bound else np.inf)
-                found.keep(plans.seconds, plans.size, group[part][plans.parent], self.limit, plans.layouts)
+                plans = shardings.priced(part, below, found.limit if self.bound else np.inf)
+                found.keep(plans.seconds, plans.size, group[part][plans.rows.parent], plans.layouts)
 
     def _open(self, seconds: Array, group: Index, found: Found) -> NDArray[np.bool_]:
         """Which of these bounds can still lead to a plan that is kept."""
         if not self.bound:
             return np.ones(len(seconds), dtype=bool)
         return np.less(seconds, found.threshold(self.count)[group])
+
+    def _frame_bytes(self, p: Layouts) -> Array:
+        """Bytes that the fullest rank of each frame's plans holds at least."""
+        full = np.full(len(p), float(RECOMPUTE.index("full")))
+        least = p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0), recompute=full)
+        return np.maximum(self._least_bytes(least), self._mean_bytes(least))
+
+    def _mean_bytes(self, p: Layouts) -> Array:
+        """Bytes that the mean rank holds at least: its part of all layers, one microbatch of which is in flight."""
+        s, kinds = self.space.subject, self.kinds
+        dense = float(s.model.experts.first_dense if s.model.experts else s.model.layers)
+        part, sparse = 1.0 / p.pipeline, float(s.model.layers) - dense
+        share = Share(dense=dense * part, sparse=sparse * part, embedding=part, head=part, rank=p.pipeline - 1.0)
+        # Layers of a kind differ by rank, and so does what is gathered of them: left out.
+        sizes = [
+            replace(states(s, self._most_sharded(p, level), kinds, share), gathered=0.0 * part) for level in (2.0, 3.0)
+        ]
+        kept, _ = kept_layer(s, p, batch_of(s, p, kinds))
+        return with_reserve(np.minimum(*(size.total for size in sizes)) + kept * s.model.layers * part)
 
     def _least_bytes(self, p: Layouts) -> Array:
         """Bytes that the first rank holds at least: a layer less than the mean, 1F1B's microbatches in flight."""

@@ -19,12 +19,11 @@ class Found:
 
     best: Array
     """Seconds of the best plan that fits, a combination of degrees each; infinity where none does."""
+    limit: float
+    """Bytes that no rank may go beyond."""
     plans: dict[int, Layouts] = field(default_factory=dict)
     ceiling: float = np.inf
     """Seconds from which on plans are of no interest."""
-    smallest: Layouts | None = None
-    """The plan with the least memory, whether it fits or not."""
-    smallest_bytes: float = np.inf
     searched: int = 0
     total: float = 0.0
 
@@ -47,16 +46,27 @@ class Found:
         order = sorted(self.plans, key=lambda at: self.best[at])
         return [self.plans[at] for at in order]
 
-    def keep(self, seconds: Array, size: Array, group: Index, limit: float, rows: Callable[[Index], Layouts]) -> None:
-        """Take in priced plans, of which `rows` makes those that are kept; infinite `seconds` are those of no use."""
-        self.searched += len(seconds)
-        least = int(np.argmin(size))
-        if size[least] < self.smallest_bytes:
-            self.smallest, self.smallest_bytes = rows(np.array([least])), float(size[least])
-        better = np.flatnonzero((size <= limit) & (seconds < np.minimum(self.best[group], self.ceiling)))
+    def keep(self, seconds: Array, size: Array, group: Index, rows: Callable[[Index], Layouts]) -> None:
+        """Take in priced plans, of which `rows` makes those that are kept."""
+        better = np.flatnonzero((size <= self.limit) & (seconds < np.minimum(self.best[group], self.ceiling)))
         order = better[np.lexsort((size[better], seconds[better]))]
         for at, row in zip(*_first_of(group[order]), strict=True):
             self.best[at], self.plans[int(at)] = seconds[order[row]], rows(order[row : row + 1])
+
+
+@dataclass(kw_only=True)
+class Leanest(Found):
+    """The plan with the least memory, however slow: `limit` bytes."""
+
+    def threshold(self, count: int) -> Array:
+        """Time is no object."""
+        return np.full(len(self.best), np.inf)
+
+    def keep(self, seconds: Array, size: Array, group: Index, rows: Callable[[Index], Layouts]) -> None:
+        """Take in priced plans."""
+        if len(size) and size.min() < self.limit:
+            least = np.array([np.argmin(size)])
+            self.limit, self.plans = float(size[least[0]]), {0: rows(least)}
 
 
 @dataclass(kw_only=True)

@@ -297,16 +297,16 @@ def _nearest_batch(s: Subject, q: Question) -> int | None:
 
 def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
     """The plan that comes nearest to fitting, of the usual ones, and bytes of its fullest rank."""
-    found = Bounded(space=space.thin(), limit=np.inf, bound=False).run()
-    assert found.smallest is not None, "a space that is not empty has a smallest plan"
-    return setup_of(s, found.smallest, 0, q.base).plan, found.smallest_bytes
+    found = Bounded(space=space.thin(), limit=q.limit).leanest()
+    (plan,) = found.plans.values()
+    return setup_of(s, plan, 0, q.base).plan, found.limit
 
 
 def _enough(q: Question) -> int | None:
     """The first doubling of nodes on which one of the usual plans fits: to try all takes long where none does."""
     for factor in (2, 4, 8, 16, 32):
         more = q.on(q.cluster.nodes * factor)
-        if Bounded(space=_space(more, _subject(more)).thin(), limit=q.limit).run().plans:
+        if Bounded(space=_space(more, _subject(more)).thin(), limit=q.limit).leanest(q.limit).limit <= q.limit:
             return more.cluster.nodes
     return None
 

@@ -7,15 +7,14 @@ plan is a sum of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardsmith.design.cost.batch import Array, Batch
-from shardsmith.design.cost.held import kept_layer, moving, states, with_reserve
+from shardsmith.design.cost.batch import Array, Batch, Columns
+from shardsmith.design.cost.held import kept_layer, moving, states, with_reserve, without_reserve
 from shardsmith.design.cost.layouts import Layouts, batch_of
 from shardsmith.design.cost.price import decisive, share_of
 from shardsmith.design.cost.schedules import DUALPIPE_V, ZB_V
@@ -23,6 +22,9 @@ from shardsmith.design.cost.step import Flow, Pass, Sharding, data_exposed, flow
 from shardsmith.design.planner.space import Index, Space
 from shardsmith.design.planner.tables import Choices, Distinct, distinct, sharded, with_options
 from shardsmith.plan.precision import Precision
+
+ROUNDING = 1024.0
+"""Bytes that a bound on bytes allows for sums that are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,26 +169,70 @@ class Shardings:
         kept = self.ways.kept[0][self.rows.row], self.ways.kept[1][self.rows.row]
         return [moving(s, p, share_of(s, p, where), kept).total for where in decisive(s.model)]
 
-    def least_bytes(self) -> Array:
-        """What the fullest rank of each row holds at least."""
-        least = [np.minimum.reduceat(held, self._starts)[self._split[0].place] for held in self._states]
-        return with_reserve(_most(least, self._moving))
+    @cached_property
+    def _by_bytes(self) -> tuple[Array, Array, Array, Array]:
+        """For every kind and split (rows), by rising bytes of states on the first rank: those bytes, and of all options
+        up to there the least `after` without and with streams, and the least `longer`.
+        """
+        choices, (_, kind) = self.ways.choices, self._split
+        parent, entry = choices.expand_kinds(kind)
+        place = parent, np.arange(len(parent)) - self._starts[parent]
+        empty = np.full((len(kind), int(choices.sizes.max())), np.inf)
+        size, never, often, longer = (empty.copy() for _ in range(4))
+        streams, after = self.ways.streams[entry], self.ways.after[entry]
+        size[place] = self._states[0]
+        never[place], often[place] = np.where(streams, np.inf, after), np.where(streams, after, np.inf)
+        longer[place] = np.where(streams, self.ways.longer[entry], np.inf)
+        order = np.argsort(size, axis=1, kind="stable")
+        never, often, longer = (
+            np.minimum.accumulate(np.take_along_axis(column, order, axis=1), axis=1)
+            for column in (never, often, longer)
+        )
+        return np.take_along_axis(size, order, axis=1), never, often, np.where(np.isfinite(longer), longer, 0.0)
+
+    def floor(self, limit: float) -> Array:
+        """Seconds that no plan of each row goes below whose first rank holds at most `limit` bytes; infinite where all
+        hold more.
+        """
+        size, never, often, longer = self._by_bytes
+        place, width = self._split[0].place, size.shape[1]
+        # One sorted list of all kinds: each stands a distance from the one before that no rank's bytes reach.
+        far = 2.0**46
+        room = np.clip(without_reserve(limit) - self._moving[0] + ROUNDING, -1.0, far / 2.0)
+        steps = np.minimum(size, far - 1.0) + far * np.arange(len(size))[:, None]
+        found = np.searchsorted(steps.ravel(), far * place + room, side="right") - width * place
+        at = place, np.maximum(found - 1, 0)
+        rows = self.rows
+        seconds = np.minimum(rows.flow.total + never[at], rows.streamed + rows.passes * longer[at] + often[at])
+        return np.where(found > 0, seconds, np.inf) * self.wait
 
     def priced(self, which: Index, below: Array, limit: float) -> Sharded:
-        """Every plan of the rows `which`. Seconds are infinite where a plan holds more than `limit` bytes, or where its
-        own bound is not `below` what a plan of its row must beat.
+        """Of the plans of the rows `which` those that hold no more than `limit` bytes and whose own bound is `below`
+        what a plan of their row must beat.
         """
         ways, rows = self.ways, self.rows
-        kind = ways.choices.rows.place[rows.row[which]]
+        kind, place = ways.choices.rows.place[rows.row[which]], self._split[0].place[which]
         parent, entry = ways.choices.expand_kinds(kind)
-        row, place = which[parent], self._split[0].place[which]
         at = entry + (self._starts[place] - ways.choices.starts[kind])[parent]
-        size = with_reserve(_most([held[at] for held in self._states], [more[row] for more in self._moving]))
-        streamed = rows.streamed[row] + rows.passes[row] * ways.longer[entry]
-        floor = np.where(ways.streams[entry], streamed, rows.flow.total[row]) + ways.after[entry]
-        seconds, use = np.full(len(row), np.inf), np.flatnonzero((size <= limit) & (floor * self.wait < below[parent]))
-        seconds[use] = self._seconds(row[use], entry[use])
-        return Sharded(shardings=self, parent=parent, row=row, entry=entry, seconds=seconds, size=size)
+        found = _Rows(parent=parent, row=which[parent], entry=entry, at=at)
+        # Most plans hold too much on the first rank already.
+        size = self._held(0, found)
+        keep = np.flatnonzero(size <= limit)
+        found, size = found.select(keep), size[keep]
+        streamed = rows.streamed[found.row] + rows.passes[found.row] * ways.longer[found.entry]
+        whole = np.where(ways.streams[found.entry], streamed, rows.flow.total[found.row])
+        keep = np.flatnonzero((whole + ways.after[found.entry]) * self.wait < below[found.parent])
+        found, size = found.select(keep), size[keep]
+        for where in range(1, len(self._states)):
+            size = np.maximum(size, self._held(where, found))
+        keep = np.flatnonzero(size <= limit)
+        found, size = found.select(keep), size[keep]
+        seconds = self._seconds(found.row, found.entry)
+        return Sharded(shardings=self, rows=found, seconds=seconds, size=size)
+
+    def _held(self, where: int, found: _Rows) -> Array:
+        """Bytes of plans on a decisive rank."""
+        return with_reserve(self._states[where][found.at] + self._moving[where][found.row])
 
     def _seconds(self, row: Index, entry: Index) -> Array:
         s, rows, spread = self.ways.space.subject, self.rows, self.ways.spread.select(entry)
@@ -205,23 +251,27 @@ class Shardings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded:
-    """Plans with their seconds and the bytes of their fullest rank; `parent` is each one's place among those asked."""
+class _Rows(Columns):
+    """Plans as their row with one of its options: `parent` is the place of the row among those asked for, `entry` the
+    row of the options' values, `at` that of their states.
+    """
 
-    shardings: Shardings
     parent: Index
     row: Index
     entry: Index
+    at: Index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """Plans with their seconds and the bytes of their fullest rank."""
+
+    shardings: Shardings
+    rows: _Rows
     seconds: Array
     size: Array
 
     def layouts(self, which: Index) -> Layouts:
         """The plans that `which` names."""
-        found = self.shardings
-        return with_options(found.rows.layouts.select(self.row[which]), found.ways.choices.values[self.entry[which]])
-
-
-def _most(held: Sequence[Array], more: Sequence[Array]) -> Array:
-    """The most of what the decisive ranks hold, a part of states and one of microbatches each."""
-    sums = [a + b for a, b in zip(held, more, strict=True)]
-    return np.asarray(np.maximum.reduce(sums))
+        found, rows = self.shardings, self.rows.select(which)
+        return with_options(found.rows.layouts.select(rows.row), found.ways.choices.values[rows.entry])

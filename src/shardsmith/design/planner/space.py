@@ -8,7 +8,7 @@ stand in the space once, and so do placements that put every group on the same l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardsmith.design.cost.layouts import ORDER_AXES, ORDERS, OVERLAPS, RECOMPUTE
-from shardsmith.design.cost.schedules import SCHEDULES
+from shardsmith.design.cost.schedules import SCHEDULES, as_fast
 from shardsmith.design.cost.subject import Subject
 from shardsmith.layout.check import axis_faults
 from shardsmith.layout.overlap import overlap_faults
@@ -31,6 +31,8 @@ Index = NDArray[np.intp]
 SHAPE = ("tensor", "replicate_kv", "context", "ulysses", "pipeline", "data", "expert", "expert_tensor")
 DEGREES = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor")
 """Degrees that tell one entry of the ranking from another."""
+PLENTY = 4
+"""Microbatches a rank that every schedule can run with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,12 +180,10 @@ class Space:
         key = (pipeline, microbatches, overlap)
         if key not in self._pipelines:
             self._pipelines[key] = [
-                (index, each, weighed)
+                option
                 for index, options in self._stages(pipeline)
-                if self._hides(index, overlap)
-                for each, splits in options
-                if self._runs(index, pipeline, microbatches, each)
-                for weighed in splits
+                if self._hides(index, overlap) and self._runs(index, pipeline, microbatches)
+                for option in options
             ]
         return self._pipelines[key]
 
@@ -191,28 +191,39 @@ class Space:
     def _pipelines(self) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
         return {}
 
-    def _stages(self, pipeline: int) -> list[tuple[int, list[tuple[int, tuple[int, ...]]]]]:
-        """Of each schedule for so many ranks: its index, and (stages_per_rank, options of weighed)."""
+    def contenders(self, pipeline: int, microbatches: int, overlap: int) -> list[tuple[int, int, int]]:
+        """Those of `pipelines` that no other one equals in time and beats in memory."""
+        every = self.pipelines(pipeline, microbatches, overlap)
+        there = set[tuple[int | None, int, int]](every)
+        return [(i, n, w) for i, n, w in every if (as_fast(i, pipeline, microbatches), n, w) not in there]
+
+    def _stages(self, pipeline: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
+        """Of each schedule for so many ranks: its index, and its options for any number of microbatches."""
         if pipeline not in self._staged:
             self._staged[pipeline] = [
-                (index, [(n, splits) for n in self._each(name, pipeline) if (splits := self._splittings(pipeline * n))])
+                (index, [(index, n, w) for n in self._each(name, pipeline) for w in self._splittings(pipeline * n)])
                 for index, name in enumerate(SCHEDULES)
                 if self.allows("schedule", name) and (pipeline > 1 or name == "one_f_one_b")
             ]
         return self._staged[pipeline]
 
     @cached_property
-    def _staged(self) -> dict[int, list[tuple[int, list[tuple[int, tuple[int, ...]]]]]]:
+    def _staged(self) -> dict[int, list[tuple[int, list[tuple[int, int, int]]]]]:
         return {}
 
     def _each(self, schedule: str, pipeline: int) -> list[int]:
         """Stages a rank that `schedule` may have."""
+        order, many = orders.load(schedule), PLENTY * pipeline
         most = (self.subject.model.layers + 2) // pipeline
-        some = range(2, most + 1) if schedule in ("interleaved", "looped_bfs") else range(1, min(2, most) + 1)
-        usual = orders.load(schedule).DEFAULT_STAGES_PER_RANK
-        if "stages_per_rank" not in self.fixed:
-            return list(some)
-        return [each for each in some if each == (self.fixed["stages_per_rank"] or usual)]
+        every: Iterable[int] = range(1, most + 1)
+        if "stages_per_rank" in self.fixed:
+            wanted = self.fixed["stages_per_rank"] or order.DEFAULT_STAGES_PER_RANK
+            every = [each for each in every if each == wanted]
+        return [
+            each
+            for each in every
+            if not order.faults(pipeline=pipeline, microbatches=many, stages_per_rank=each, source="plan")
+        ]
 
     def _splittings(self, stages: int) -> tuple[int, ...]:
         """Whether layers can be spread evenly (0) over so many stages, and weighed (1)."""
@@ -220,13 +231,14 @@ class Space:
         weighed = self.allows("layers", "weighed") and self.differs(stages)
         return (*((0,) if even else ()), *((1,) if weighed else ()))
 
-    def _runs(self, index: int, pipeline: int, microbatches: int, each: int) -> bool:
-        key = (index, pipeline, microbatches, each)
+    def _runs(self, index: int, pipeline: int, microbatches: int) -> bool:
+        """Whether a schedule takes so few microbatches, whatever its stages."""
+        key = (index, pipeline, microbatches)
         if key not in self._ran:
-            schedule = self._schedules[index]
-            self._ran[key] = not schedule.faults(
-                pipeline=pipeline, microbatches=microbatches, stages_per_rank=each, source="plan"
-            )
+            order = self._schedules[index]
+            each = order.DEFAULT_STAGES_PER_RANK
+            faults = order.faults(pipeline=pipeline, microbatches=microbatches, stages_per_rank=each, source="plan")
+            self._ran[key] = not faults
         return self._ran[key]
 
     @cached_property
@@ -234,7 +246,7 @@ class Space:
         return [orders.load(name) for name in SCHEDULES]
 
     @cached_property
-    def _ran(self) -> dict[tuple[int, int, int, int], bool]:
+    def _ran(self) -> dict[tuple[int, int, int], bool]:
         return {}
 
     def _hides(self, index: int, overlap: int) -> bool:
@@ -339,7 +351,8 @@ class Thin(Space):
         """1F1B, and loops of the fewest and the most stages."""
         every = super().pipelines(pipeline, microbatches, overlap)
         loops = sorted((option for option in every if SCHEDULES[option[0]] == "interleaved"), key=lambda o: o[1:])
-        return [*(o for o in every if SCHEDULES[o[0]] == "one_f_one_b"), *loops[:1], *loops[-1:]] or every[:1]
+        usual = ("one_f_one_b", "dualpipe_v") if self.subject.model.experts else ("one_f_one_b",)
+        return [*(o for o in every if SCHEDULES[o[0]] in usual), *loops[:1], *loops[-1:]] or every[:1]
 
     def placements(self, degrees: Sequence[int]) -> list[int]:
         """The first placement: tensor ranks innermost, pipeline ranks outermost, where nothing else is fixed."""

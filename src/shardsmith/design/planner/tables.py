@@ -25,11 +25,12 @@ Options = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Frames:
-    """Frames as layouts, the `group` of degrees that each belongs to, how many plans it stands for, and the seconds
-    that none of them goes below (`bounds`, 0 where nobody has looked).
+    """Frames as layouts, the number of their `shape`, the `group` of degrees that each belongs to, how many plans it
+    stands for, and the seconds that none of them goes below (`bounds`, 0 where nobody has looked).
     """
 
     layouts: Layouts
+    shape: Index
     group: Index
     below: Array
     bounds: Array
@@ -41,6 +42,7 @@ class Frames:
         """The frames that `which` names, in its order."""
         return Frames(
             layouts=self.layouts.select(which),
+            shape=self.shape[which],
             group=self.group[which],
             below=self.below[which],
             bounds=self.bounds[which],
@@ -48,7 +50,7 @@ class Frames:
 
 
 def frames_of(space: Space) -> Frames:
-    """Every frame of `space`."""
+    """Every frame of `space`, those of a shape together, the smallest microbatch first."""
     shapes = dict(zip(SHAPE, space.shapes.T, strict=True))
     found = choices([shapes["data"]], 2, lambda row: space.cuts(row[0]))
     at, entry = found.expand()
@@ -59,7 +61,7 @@ def frames_of(space: Space) -> Frames:
     layouts = each.select(at).with_(microbatch=found.values[entry, 0], microbatches=found.values[entry, 1])
     group = distinct([shapes[name] for name in DEGREES]).place[at]
     below = _ends(space, each)[at] * _ways(space, layouts)
-    return Frames(layouts=layouts, group=group, below=below, bounds=np.zeros(len(at)))
+    return Frames(layouts=layouts, shape=at, group=group, below=below, bounds=np.zeros(len(at)))
 
 
 def _ends(space: Space, p: Layouts) -> Array:
@@ -192,9 +194,12 @@ def placed(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     return p.select(parent).with_(order=found.values[entry, 0]), parent
 
 
-def scheduled(space: Space, p: Layouts) -> Iterator[tuple[Layouts, Index]]:
-    """Layouts under each schedule, some rows at a time, and the row that each came from."""
-    found = choices([p.pipeline, p.microbatches, p.overlap], 3, lambda row: space.pipelines(*row))
+def scheduled(space: Space, p: Layouts, *, every: bool = True) -> Iterator[tuple[Layouts, Index]]:
+    """Layouts under each schedule, or under each that can be the best one, some rows at a time, and the row that each
+    came from.
+    """
+    options = space.pipelines if every else space.contenders
+    found = choices([p.pipeline, p.microbatches, p.overlap], 3, lambda row: options(*row))
     for part in parts_of(found.counts):
         parent, entry = found.expand(part)
         schedule, each, weighed = found.values[entry].T

@@ -267,6 +267,21 @@ def test_the_answer_is_what_the_estimate_says_and_fits() -> None:
     assert all(n.reason for n in fast), "a faster neighbour of the best plan must not be legal and fit"
 
 
+def test_a_plan_of_many_stages_reads_briefly() -> None:
+    words = "plan --model llama3-405b --cluster h100 --nodes 2048 --global-batch 2048 --seq-len 8192 --top 1 --explain"
+    shown = CliRunner().invoke(main, words.split()).output
+    (best,) = [line.removeprefix("best: ") for line in shown.splitlines() if line.startswith("best: ")]
+    assert "layers=weighed" in best
+    assert "1+1+1" not in shown
+    # No column is so wide that others lose their names, and nothing is cut off.
+    assert "│ sequence_parallel │" in shown
+    assert "…" not in shown
+    found = api.search("llama3-405b", "h100", nodes=2048, global_batch=2048, seq_len=8192, top=1).best
+    assert settled(replace(found.setup, plan=parse_plan_line(best))).plan == found.setup.plan
+    rows = [line for line in shown.splitlines() if line.startswith("│ ") and ("%" in line or "held" in line)]
+    assert len(rows) >= len([n for n in found.neighbours if n.ratio is not None])
+
+
 def test_the_front_over_time_memory_and_devices_holds_the_fastest_of_every_size() -> None:
     ask = {"global_batch": 32, "seq_len": 4096, "fix": ["context=1"]}
     # On 37 nodes no layout is legal: it adds nothing.

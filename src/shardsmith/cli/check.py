@@ -12,6 +12,7 @@ from shardsmith import api
 from shardsmith.cli.common import OK, REFUSED, Answer, verb
 from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.errors import Refused
+from shardsmith.plan.stages import brief
 from shardsmith.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _show(checked: Priced) -> tuple[RenderableType, ...]:
     verdict = "refused" if checked.errors else "legal"
     counts = f"{_counted(len(checked.errors), 'error')}, {_counted(len(checked.warnings), 'warning')}"
     parts.append(f"{setup.model.name} on {setup.cluster.name}, {setup.plan.world} ranks: {verdict} ({counts})")
-    parts.append(f"plan: {setup.plan or 'one rank'}")
+    parts.append(f"plan: {(setup.plan if checked.errors else brief(setup)) or 'one rank'}")
     if checked.estimate is not None:
         return (*parts, *_price(checked, checked.estimate))
     if not checked.memory:

@@ -12,6 +12,7 @@ from rich.table import Table
 from shardsmith import api
 from shardsmith.cli.common import Answer, verb
 from shardsmith.cli.serving import serving_options
+from shardsmith.plan.stages import brief
 from shardsmith.specs.job import Dtype
 from shardsmith.units import GIB, format_seconds
 
@@ -103,7 +104,7 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
         f"{s.model.name}, {s.workload.global_batch} x {s.workload.seq_len} tokens in {s.workload.dtype}, on "
         f"{s.cluster.devices} x {s.cluster.device.name}, priced as {found.target}",
         _ranking(found.plans),
-        f"best: {s.plan}",
+        f"best: {brief(s)}",
         best.binds,
         _memory(best),
     ]
@@ -114,7 +115,7 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
             f"on {s.cluster.nodes} nodes"
         )
     if found.robust is not best:
-        parts.append(f"safest within the intervals: {found.robust.setup.plan}")
+        parts.append(f"safest within the intervals: {brief(found.robust.setup)}")
     parts.append("rules of thumb:\n" + "\n".join(f"- {note.verdict}: {note.rule} {note.text}" for note in best.rules))
     if explain:
         parts.append(_neighbours(best))
@@ -177,6 +178,6 @@ def _front(found: SearchResult) -> Table:
         table.add_column(column, justify="left", no_wrap=column != "plan", overflow="fold")
     for choice in found.pareto:
         e = choice.estimate
-        nodes, plan = str(choice.setup.cluster.nodes), str(choice.setup.plan)
+        nodes, plan = str(choice.setup.cluster.nodes), str(brief(choice.setup))
         table.add_row(nodes, format_seconds(e.step_time_s), f"{e.peak / GIB:.1f} GiB", plan)
     return table

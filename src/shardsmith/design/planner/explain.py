@@ -21,7 +21,7 @@ from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup, shown
-from shardsmith.plan.stages import settled, stages_per_rank
+from shardsmith.plan.stages import brief, settled, stages_per_rank
 from shardsmith.schedule import orders
 from shardsmith.units import GIB
 
@@ -71,7 +71,7 @@ def neighbours(
     for it; a microbatch that no longer divides becomes the next smaller one that does. A step that moves one of the
     fields that are `held` says so.
     """
-    moved = list(_moves(s, setup))
+    moved, own = list(_moves(s, setup)), brief(setup)
     sound, reasons = [], {}
     for at, (_, plan) in enumerate(moved):
         other = _settled(replace(setup, plan=plan))
@@ -97,7 +97,7 @@ def neighbours(
         out.append(
             Neighbour(
                 axis=axis,
-                before=shown(getattr(setup.plan, axis)),
+                before=shown(getattr(own, axis)),
                 after=shown(getattr(plan, axis)),
                 plan=str(plan),
                 ratio=None if at in reasons else seconds / found.step_time_s,

@@ -52,12 +52,13 @@ _CODE = re.compile(r'\bcode="([A-Z]\d+)"')
 UNKNOWN_CODE = Code(code="F001", title="unknown code", because="every rule has one code, printed in its message")
 
 
-def check(setup: Setup | str | Path, *, running: bool = False, target: str | None = None) -> Priced:
+def check(setup: Setup | str | Path, *, running: bool = False, target: str | None = None, anew: bool = False) -> Priced:
     """Every rule that a setup, or the plan or job file at a path, breaks; states of each stage, and the price.
 
     On a cluster with figures a legal plan also has its step time and memory, warnings about pitfalls with what they
-    cost, and better neighbours. `running` makes errors of what a plan may say but the engine cannot do yet. Raises
-    `Refused` only for a file that cannot be read; what is wrong with the plan stands in `.faults`.
+    cost, what binds, and better neighbours; with `anew` also the best that its degrees, and those one step away, can
+    do. `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for a file
+    that cannot be read; what is wrong with the plan stands in `.faults`.
     """
     from shardsmith.design.planner.priced import Priced, priceable
     from shardsmith.layout.check import examine
@@ -70,7 +71,7 @@ def check(setup: Setup | str | Path, *, running: bool = False, target: str | Non
     from shardsmith.design.cost.subject import DEFAULT_TARGET
     from shardsmith.design.planner.checked import price_checked
 
-    return price_checked(checked, target or DEFAULT_TARGET)
+    return price_checked(checked, target or DEFAULT_TARGET, anew=anew)
 
 
 def explain(code: str) -> Code:

@@ -12,20 +12,24 @@ from shardsmith import api
 from shardsmith.cli.common import OK, REFUSED, Answer, verb
 from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.errors import Refused
+from shardsmith.plan.stages import brief
 from shardsmith.units import GIB, counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from shardsmith.design.cost.estimate import Estimate
     from shardsmith.design.planner.priced import Priced
+    from shardsmith.design.planner.result import Neighbour
 
 
 @click.command("check")
 @verb
 @plan_options
-def command(**options: Any) -> Answer:
+@click.option("--target", help="Software that the plan is priced for (default: megatron-core).")
+@click.option("--explain", is_flag=True, help="Add what these degrees, and those one step away, can do at best.")
+def command(target: str | None, explain: bool, **options: Any) -> Answer:
     """Check a plan FILE (or --plan) against model, workload and cluster: every fault at once."""
     try:
-        checked = api.check(priced_setup(options))
+        checked = api.check(priced_setup(options), target=target, anew=explain)
     except Refused as refused:
         faults = {kind: [f.as_json() for f in refused.faults if f.severity == kind] for kind in ("error", "warning")}
         data = {"errors": faults["error"], "warnings": faults["warning"], "unknown": [], "memory_gib": []}
@@ -40,7 +44,7 @@ def _show(checked: Priced) -> tuple[RenderableType, ...]:
     parts.append(
         f"{setup.model.name} on {setup.cluster.name}, {counted(setup.plan.world, 'rank')}: {verdict} ({counts})"
     )
-    parts.append(f"plan: {setup.plan or 'one rank'}")
+    parts.append(f"plan: {(setup.plan if checked.errors else brief(setup)) or 'one rank'}")
     if checked.estimate is not None:
         return (*parts, *_price(checked, checked.estimate))
     if not checked.memory:
@@ -67,11 +71,30 @@ def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
         f"step {format_seconds(e.step_time_s)} (80 % of runs: {format_seconds(low)} to {format_seconds(high)}), "
         f"MFU {e.mfu:.1%}, {e.tokens_per_s_per_gpu:,.0f} tokens/s a device"
     )
-    if not checked.better:
-        return text, table, "no single change that is legal and fits is faster"
-    better = Table(title="better neighbours", title_justify="left")
+    parts: list[RenderableType] = [text, checked.binds, table]
+    if checked.better:
+        parts.append(_neighbours("better neighbours", checked.better))
+    else:
+        parts.append("no single change that is legal and fits is faster")
+    if checked.barred:
+        parts.append(_neighbours("faster, but too large for the device", checked.barred))
+    if checked.anew:
+        parts.append(
+            _neighbours(
+                "best of the usual plans with these degrees, then with one of them moved by a step", checked.anew, True
+            )
+        )
+    return tuple(parts)
+
+
+def _neighbours(title: str, found: tuple[Neighbour, ...], whole: bool = False) -> Table:
+    """What becomes of the plan; with `whole` plans in full."""
+    table = Table(title=title, title_justify="left")
     for column in ("field", "from", "to", "time", "fullest rank"):
-        better.add_column(column, no_wrap=True)
-    for n in checked.better:
-        better.add_row(n.axis, n.before, n.after, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
-    return text, table, better
+        table.add_column(column, no_wrap=True)
+    if whole:
+        table.add_column("plan", overflow="fold")
+    for n in found:
+        cells = (n.axis, n.before, n.after, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
+        table.add_row(*cells, *((n.plan,) if whole else ()))
+    return table

@@ -12,6 +12,7 @@ from rich.table import Table
 from shardsmith import api
 from shardsmith.cli.common import Answer, verb
 from shardsmith.cli.serving import named, serving_options
+from shardsmith.plan.stages import brief
 from shardsmith.specs.job import Dtype
 from shardsmith.units import GIB, counted, format_seconds
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from shardsmith.design.planner.result import Choice, SearchResult
     from shardsmith.plan.plan import Plan
 
-MOST_NEIGHBOURS = 24
 COLUMNS = (
     *("tensor", "pipeline", "context", "ulysses", "data", "replicate", "expert", "expert_tensor", "schedule", "zero"),
     *("zero_gather", "microbatch", "recompute", "overlap"),
@@ -120,7 +120,7 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
         f"{s.model.name}, {s.workload.global_batch} x {s.workload.seq_len} tokens in {s.workload.dtype}, on "
         f"{s.cluster.devices} x {s.cluster.device.name}, priced as {found.target}",
         _ranking(found.plans),
-        f"best: {s.plan}",
+        f"best: {brief(s)}",
         *([_in_full(found.plans)] if len(found.plans) > 1 else []),
         best.binds,
         _memory(best),
@@ -132,8 +132,8 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
             f"on {counted(s.cluster.nodes, 'node')}"
         )
     if found.robust is not best:
-        parts.append(f"safest within the intervals: {found.robust.setup.plan}")
-    parts.append("rules of thumb:\n" + "\n".join(f"- {note.rule}. {note.text}" for note in best.rules))
+        parts.append(f"safest within the intervals: {brief(found.robust.setup)}")
+    parts.append("rules of thumb:\n" + "\n".join(f"- {note.verdict}: {note.rule} {note.text}" for note in best.rules))
     if explain:
         parts.append(_neighbours(best))
     if explain or wide:
@@ -174,7 +174,7 @@ def _cell(plan: Plan, name: str) -> str:
 
 def _in_full(plans: tuple[Choice, ...]) -> str:
     """The plans that are ranked, each in one line that any verb takes."""
-    return "in full:\n" + "\n".join(f"{place}. {choice.setup.plan}" for place, choice in enumerate(plans, 1))
+    return "in full:\n" + "\n".join(f"{place}. {brief(choice.setup)}" for place, choice in enumerate(plans, 1))
 
 
 def _memory(choice: Choice) -> Table:
@@ -193,7 +193,7 @@ def _neighbours(choice: Choice) -> Table:
     table = Table(title="one step away from the best plan", title_justify="left")
     for column in ("field", "from", "to", "time", "fullest rank", "why not"):
         table.add_column(column, justify="left", no_wrap=column != "why not")
-    for n in choice.neighbours[:MOST_NEIGHBOURS]:
+    for n in choice.neighbours:
         time = "" if n.ratio is None else f"{n.ratio - 1:+.1%}"
         size = "" if n.peak_gib is None else f"{n.peak_gib:.1f} GiB"
         table.add_row(n.axis, n.before, n.after, time, size, n.reason)
@@ -207,6 +207,6 @@ def _front(found: SearchResult) -> Table:
     table.add_column("plan", justify="left", overflow="fold")
     for choice in found.pareto:
         e = choice.estimate
-        nodes, plan = str(choice.setup.cluster.nodes), str(choice.setup.plan)
+        nodes, plan = str(choice.setup.cluster.nodes), str(brief(choice.setup))
         table.add_row(nodes, format_seconds(e.step_time_s), f"{e.peak / GIB:.1f} GiB", plan)
     return table

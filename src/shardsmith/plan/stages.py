@@ -171,6 +171,15 @@ def settled(setup: Setup) -> Setup:
     return setup.with_plan(layers=weighed_layers(setup.model, count, setup.workload.seq_len))
 
 
+def brief(setup: Setup) -> Plan:
+    """A legal plan as it reads best: with "weighed" for layers that are what this settles to."""
+    plan = setup.plan
+    if plan.layers is None or plan.layers == "weighed":
+        return plan
+    weighed = weighed_layers(setup.model, len(plan.layers), setup.workload.seq_len)
+    return plan.with_(layers="weighed") if tuple(plan.layers) == weighed else plan
+
+
 def stage_faults(setup: Setup) -> list[Fault]:
     """What is wrong with the split into stages; assumes a schedule that exists and degrees of at least 1."""
     plan, model = setup.plan, setup.model

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from shardsmith.design.cost.estimate import Estimate, estimate_plan
 from shardsmith.design.cost.subject import DEFAULT_TARGET, subject_of
-from shardsmith.design.planner.explain import neighbours
+from shardsmith.design.planner.anew import chosen_anew
+from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.priced import Priced
 from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.rules.pitfalls import pitfalls
@@ -25,8 +26,10 @@ NOTICED = 0.99
 SHOWN = 5
 
 
-def price_checked(checked: Checked, target: str = DEFAULT_TARGET) -> Priced:
-    """`checked`, which must be `priceable`, with its price."""
+def price_checked(checked: Checked, target: str = DEFAULT_TARGET, *, anew: bool = False) -> Priced:
+    """`checked`, which must be `priceable`, with its price; with `anew` also what its degrees and those beside them can
+    do at best.
+    """
     setup = checked.setup
     s = subject_of(setup, target)
     found = estimate_plan(s, setup)
@@ -34,7 +37,15 @@ def price_checked(checked: Checked, target: str = DEFAULT_TARGET) -> Priced:
     every = neighbours(s, setup, found, limit)
     helped = [with_neighbour(fault, every, found, limit) for fault in checked.faults]
     faults = [*helped, *total_faults(setup, found, limit, every), *pitfalls(s, setup, found)]
-    return Priced(checked=checked, faults=tuple(faults), estimate=found, better=better(every, found, limit))
+    return Priced(
+        checked=checked,
+        faults=tuple(faults),
+        estimate=found,
+        better=better(every, found, limit),
+        barred=barred(every),
+        binds=binding(s, [setup], [found], limit)[0],
+        anew=chosen_anew(s, setup, found, limit) if anew else (),
+    )
 
 
 def better(every: tuple[Neighbour, ...], found: Estimate, limit: float) -> tuple[Neighbour, ...]:
@@ -43,6 +54,12 @@ def better(every: tuple[Neighbour, ...], found: Estimate, limit: float) -> tuple
     if found.peak <= limit:
         fits = [n for n in fits if n.ratio is not None and n.ratio < NOTICED]
     return tuple(sorted(fits, key=lambda n: n.ratio or 0.0)[:SHOWN])
+
+
+def barred(every: tuple[Neighbour, ...]) -> tuple[Neighbour, ...]:
+    """Legal neighbours that would be faster if they fitted, the fastest first."""
+    large = [n for n in every if n.ratio is not None and n.reason and n.ratio < NOTICED]
+    return tuple(sorted(large, key=lambda n: n.ratio or 0.0)[:SHOWN])
 
 
 def with_neighbour(fault: Fault, every: tuple[Neighbour, ...], found: Estimate, limit: float) -> Fault:

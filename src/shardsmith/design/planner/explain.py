@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from shardsmith.design.cost.estimate import Estimate
+from shardsmith.design.cost.estimate import Estimate, estimate_plans
 from shardsmith.design.cost.layouts import ORDERS, RECOMPUTE, layouts_of
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.schedules import SCHEDULES
@@ -21,21 +21,38 @@ from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup, shown
-from shardsmith.plan.stages import settled, stages_per_rank
+from shardsmith.plan.stages import brief, settled, stages_per_rank
 from shardsmith.schedule import orders
 from shardsmith.units import GIB
 
 TIGHT = 0.9
 """Share of the memory from which it is said to bind."""
+NO_TIME = 1e9
+"""Times its bandwidth, a link takes no time."""
 
 
-def binds(e: Estimate, limit: float) -> str:
-    """What holds a plan back: the largest part of the step that is not compute, and memory where it is short."""
+def binding(s: Subject, setups: Sequence[Setup], found: Sequence[Estimate], limit: float) -> list[str]:
+    """What holds each plan back: the largest part of the step that is not compute, and memory where it is short.
+
+    What layers wait for tensor, context and expert ranks counts as exchange: what the same plan would save if links
+    took no time.
+    """
+    levels = tuple(
+        replace(link, bandwidth_gbs=NO_TIME * link.bandwidth_gbs, latency_us=0.0) for link in s.cluster.levels
+    )
+    linkless = replace(s, cluster=replace(s.cluster, levels=levels))
+    pairs = zip(found, estimate_plans(linkless, setups) if setups else (), strict=True)
+    return [_binds(e, e.breakdown["compute"] - bare.breakdown["compute"], limit) for e, bare in pairs]
+
+
+def _binds(e: Estimate, exchange: float, limit: float) -> str:
+    compute = e.breakdown["compute"] - exchange
     parts = {name: seconds for name, seconds in e.breakdown.items() if name != "compute"}
+    parts["exchange inside layers"] = exchange
     worst = max(parts, key=lambda name: parts[name])
     fullest = max(e.memory, key=lambda rank: rank.total)
     item = max(fullest.items, key=lambda name: fullest.items[name])
-    text = f"compute is {e.breakdown['compute'] / e.step_time_s:.0%} of the step"
+    text = f"compute is {compute / e.step_time_s:.0%} of the step"
     if parts[worst] > 0:
         text += f", then {worst} {parts[worst] / e.step_time_s:.1%}"
     tight = "memory binds" if fullest.total > TIGHT * limit else "memory is free"
@@ -45,13 +62,16 @@ def binds(e: Estimate, limit: float) -> str:
     )
 
 
-def neighbours(s: Subject, setup: Setup, found: Estimate, limit: float) -> tuple[Neighbour, ...]:
+def neighbours(
+    s: Subject, setup: Setup, found: Estimate, limit: float, held: Collection[str] = ()
+) -> tuple[Neighbour, ...]:
     """Every plan one step away from `setup`: its time over this plan's, its memory, or why it is not legal.
 
     A degree moves to the next one that divides the devices, and the data ranks (for data: the pipeline) make up
-    for it; a microbatch that no longer divides becomes the next smaller one that does.
+    for it; a microbatch that no longer divides becomes the next smaller one that does. A step that moves one of the
+    fields that are `held` says so.
     """
-    moved = list(_moves(s, setup))
+    moved, own = list(_moves(s, setup)), brief(setup)
     sound, reasons = [], {}
     for at, (_, plan) in enumerate(moved):
         other = _settled(replace(setup, plan=plan))
@@ -70,18 +90,32 @@ def neighbours(s: Subject, setup: Setup, found: Estimate, limit: float) -> tuple
     for at, (axis, plan) in enumerate(moved):
         seconds, size = figures.get(at, (np.nan, np.nan))
         short = f"holds {size / GIB:.1f} GiB, {(size - limit) / GIB:.1f} too many" if size > limit else ""
+        # A split of layers that was weighed for these stages is another one for others.
+        free = () if axis == "layers" else ("layers",)
+        moves = [k for k in held if k not in free and getattr(plan, k) != getattr(setup.plan, k)]
+        fixed = "held: " + ", ".join(f"{k} = {shown(getattr(setup.plan, k))}" for k in moves) if moves else ""
         out.append(
             Neighbour(
                 axis=axis,
-                before=shown(getattr(setup.plan, axis)),
+                before=shown(getattr(own, axis)),
                 after=shown(getattr(plan, axis)),
                 plan=str(plan),
                 ratio=None if at in reasons else seconds / found.step_time_s,
                 peak_gib=None if at in reasons else size / GIB,
-                reason=reasons.get(at, short),
+                reason=reasons.get(at, fixed or short),
             )
         )
     return tuple(out)
+
+
+def degree_steps(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
+    """(degree, plan) of every step of a degree; what else has to follow is made to fit."""
+    plan = setup.plan
+    for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor", "data"):
+        if axis.startswith("expert") and s.model.experts is None:
+            continue
+        for value in _steps(axis, plan, s):
+            yield axis, _fitted(plan, setup, **_with_degree(plan, axis, value))
 
 
 def _settled(setup: Setup) -> Setup | None:
@@ -95,11 +129,7 @@ def _settled(setup: Setup) -> Setup | None:
 def _moves(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
     """(field, plan) of every step."""
     plan = setup.plan
-    for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor", "data"):
-        if axis.startswith("expert") and s.model.experts is None:
-            continue
-        for value in _steps(axis, plan, s):
-            yield axis, _fitted(plan, setup, **_with_degree(plan, axis, value))
+    yield from degree_steps(s, setup)
     for value in _around(divisors(plan.data), plan.replicate):
         if plan.zero:
             yield "replicate", plan.with_(replicate=value)

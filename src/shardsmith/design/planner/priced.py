@@ -20,12 +20,19 @@ NOT_STRUCTURAL = ("H402", "H404")
 
 @dataclass(frozen=True, kw_only=True)
 class Priced:
-    """A check, and where cluster and plan allow it what the plan costs and which neighbours are better."""
+    """A check, and where cluster and plan allow it what the plan costs, what binds and which neighbours are better.
+
+    `barred` neighbours would be faster but do not fit. `anew`, where asked for, holds the best of the usual plans with
+    these degrees, and with each degree one step further.
+    """
 
     checked: Checked
     faults: tuple[Fault, ...]
     estimate: Estimate | None = None
     better: tuple[Neighbour, ...] = ()
+    barred: tuple[Neighbour, ...] = ()
+    anew: tuple[Neighbour, ...] = ()
+    binds: str = ""
 
     @property
     def setup(self) -> Setup:
@@ -62,6 +69,9 @@ class Priced:
             "mfu": self.estimate.mfu,
             "breakdown": dict(self.estimate.breakdown),
             "better": [neighbour.as_json() for neighbour in self.better],
+            "barred": [neighbour.as_json() for neighbour in self.barred],
+            "anew": [neighbour.as_json() for neighbour in self.anew],
+            "binds": self.binds,
         }
 
 

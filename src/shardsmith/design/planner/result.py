@@ -17,10 +17,10 @@ Objective = Literal["fastest", "fewest", "cheapest"]
 
 @dataclass(frozen=True, kw_only=True)
 class RuleNote:
-    """A rule of thumb beside a plan: whether the plan follows it, and by how much it wins or loses.
+    """A rule of thumb beside a plan: whether the plan follows it, and by how much it wins.
 
-    `other` is the best plan that does the opposite (None where none is legal or fits); `ratio` its step time
-    over this plan's: above 1, this plan is faster.
+    `other` is the best that does the opposite, of the usual plans (None where none of them is legal and fits); `ratio`
+    its step time over this plan's: above 1, this plan is faster.
     """
 
     rule: str

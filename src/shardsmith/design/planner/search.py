@@ -14,7 +14,7 @@ from shardsmith.design.cost.layouts import Layouts
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.subject import Subject, make_subject
 from shardsmith.design.planner.bounded import Bounded
-from shardsmith.design.planner.explain import binds, neighbours
+from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.goodput import days
 from shardsmith.design.planner.plans import setup_of
@@ -91,7 +91,7 @@ def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: floa
         choices[0] = replace(
             first,
             rules=rule_notes(s, first, bounded),
-            neighbours=neighbours(s, first.setup, first.estimate, q.limit),
+            neighbours=neighbours(s, first.setup, first.estimate, q.limit, held=q.varied),
         )
     robust = min(choices, key=lambda choice: choice.estimate.interval_s[1])
     return SearchResult(
@@ -152,7 +152,8 @@ def _unbeaten(every: Sequence[Choice]) -> list[Choice]:
 def _choices(s: Subject, q: Question, plans: Sequence[Layouts]) -> list[Choice]:
     setups = [setup_of(s, p, 0, q.base) for p in plans]
     estimates = estimate_plans(s, setups) if setups else ()
-    return [Choice(setup=a, estimate=e, binds=binds(e, q.limit)) for a, e in zip(setups, estimates, strict=True)]
+    words = binding(s, setups, estimates, q.limit)
+    return [Choice(setup=a, estimate=e, binds=w) for a, e, w in zip(setups, estimates, words, strict=True)]
 
 
 def _totals(q: Question, best: Choice) -> dict[str, float]:

@@ -89,14 +89,14 @@ def rule_notes(s: Subject, best: Choice, bounded: Bounded) -> tuple[RuleNote, ..
     rivals = bounded.rivals([thumb.follows(s, frames) != own for thumb, own in zip(thumbs, followed, strict=True)])
     for at, (thumb, follows) in enumerate(zip(thumbs, followed, strict=True)):
         found = rivals.best_of(at)
-        verdict, against = ("followed", "otherwise") if follows else ("beaten", "by the rule")
+        others = f"of the usual plans that {'do not follow' if follows else 'follow'} it"
         if found is None:
-            text = f"{thumb.says}: nothing that does {against} is legal and fits"
+            text = f"({thumb.says}): none {others} is legal and fits"
             notes.append(RuleNote(rule=thumb.name, verdict="followed" if follows else "does not apply", text=text))
             continue
         p, seconds = found
         ratio = seconds / best.estimate.step_time_s
-        text = f"{thumb.says}: {verdict}; the best plan {against} takes {ratio - 1:+.1%} time"
+        text = f"({thumb.says}): the best {others} takes {max(ratio - 1, 0.0):.1%} longer"
         notes.append(
             RuleNote(
                 rule=thumb.name,

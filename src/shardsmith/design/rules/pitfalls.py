@@ -13,7 +13,7 @@ from shardsmith.design.cost.estimate import Estimate, estimate_plan
 from shardsmith.design.cost.subject import Subject
 from shardsmith.errors import Code, Fault, Refused
 from shardsmith.layout.check import examine
-from shardsmith.plan.batch import batching
+from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled
@@ -188,11 +188,23 @@ def _more_microbatches(s: Subject, setup: Setup) -> Iterator[Plan]:
     for size in range(cut.microbatch - 1, 0, -1):
         if cut.microbatch % size == 0:
             yield plan.with_(microbatch=size, microbatches=cut.microbatches * cut.microbatch // size)
-    if plan.schedule in ("gpipe", "one_f_one_b") and plan.layers is None:
-        for each in (2, 3, 4):
+    if plan.layers is not None:
+        return
+    loops = plan.schedule in ("gpipe", "one_f_one_b")
+    for each in range(2, s.model.layers // plan.pipeline + 1) if loops else ():
+        if each <= 4 or s.model.layers % (plan.pipeline * each) == 0:
             yield plan.with_(schedule="interleaved", stages_per_rank=each)
-    if plan.pipeline % 2 == 0 and plan.layers is None:
-        yield plan.with_(pipeline=plan.pipeline // 2, data=plan.data * 2, microbatch=None, microbatches=None)
+    for ranks in divisors(plan.pipeline)[:-1]:
+        fewer = plan.with_(
+            pipeline=ranks, data=plan.data * (plan.pipeline // ranks), microbatch=None, microbatches=None
+        )
+        each, rest = divmod(s.model.layers, ranks)
+        if ranks == 1:
+            yield fewer.with_(schedule="one_f_one_b", stages_per_rank=None)
+        else:
+            yield fewer
+            if loops and not rest and each > 1:
+                yield fewer.with_(schedule="interleaved", stages_per_rank=each)
 
 
 def _streams(s: Subject, setup: Setup, e: Estimate) -> str:
@@ -256,9 +268,8 @@ def _small(s: Subject, setup: Setup, e: Estimate) -> str:
 
 def _larger(s: Subject, setup: Setup) -> Iterator[Plan]:
     plan, cut = setup.plan, batching(setup.plan, setup.workload)
-    for factor in (2, 4):
-        if cut.microbatches % factor == 0:
-            yield plan.with_(microbatch=cut.microbatch * factor, microbatches=cut.microbatches // factor)
+    for factor in divisors(cut.microbatches)[1:]:
+        yield plan.with_(microbatch=cut.microbatch * factor, microbatches=cut.microbatches // factor)
 
 
 def _unsharded(s: Subject, setup: Setup, e: Estimate) -> str:

@@ -82,4 +82,4 @@ def test_a_search_writes_its_report(tmp_path: Path) -> None:
     assert data["files"] == {"html": str(path)}
     page = path.read_text(encoding="utf-8").replace("<wbr>", "")
     assert data["plans"][0]["plan"] in page
-    assert f"{data['searched']:,} plans priced" in page
+    assert f"{data['searched']:,} plans weighed" in page

@@ -80,9 +80,7 @@ def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
         parts.append(_neighbours("faster, but too large for the device", checked.barred))
     if checked.anew:
         parts.append(
-            _neighbours(
-                "best of the usual plans with these degrees, then with one of them moved by a step", checked.anew, True
-            )
+            _neighbours("best plan with these degrees, then with one of them moved by a step", checked.anew, True)
         )
     return tuple(parts)
 

@@ -31,8 +31,6 @@ OVERLAPS: tuple[Overlap, ...] = ("half_microbatches", "weight_gradient", "chunks
 HIDDEN_BY = {"half_microbatches": 0.9, "weight_gradient": 0.5, "chunks": 0.7}
 """Share of a layer's tensor communication that each policy can hide, declared: two half microbatches hide all but the
 ends; the backward half can go under weight gradients; of chunked collectives the first chunk stays exposed."""
-MOST_HIDDEN = max(HIDDEN_BY.values())
-"""No policy hides more of a layer's tensor communication."""
 PAIRED = 0.8
 """Share of dispatch and combine that hides where forward and backward run in pairs, declared (DualPipe: DeepSeek-AI
 2024 reports all-to-alls fully hidden in the steady phase)."""

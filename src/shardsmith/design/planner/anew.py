@@ -1,4 +1,4 @@
-"""Anew: a plan's degrees, and those one step away, each with the best that the usual plans make of them."""
+"""Anew: a plan's degrees, and those one step away, each with the best plan that has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardsmith.units import GIB
 
 
 def chosen_anew(s: Subject, setup: Setup, found: Estimate, limit: float) -> tuple[Neighbour, ...]:
-    """The fastest of the usual plans with the degrees of `setup`, then those with a degree one step further.
+    """The fastest plan with the degrees of `setup`, then those with a degree one step further.
 
     Unlike a neighbour, which moves one field and keeps the others, all that is no degree is chosen anew: schedule,
     microbatch, ZeRO level, recomputation. Degrees with which nothing is legal and fits are left out.
@@ -46,10 +46,10 @@ def chosen_anew(s: Subject, setup: Setup, found: Estimate, limit: float) -> tupl
 
 
 def _best(s: Subject, plan: Plan, setup: Setup, limit: float) -> tuple[Plan, float, float] | None:
-    """The fastest of the usual plans with the degrees of `plan`: seconds of its step, bytes of its fullest rank."""
+    """The fastest plan with the degrees of `plan`: seconds of its step, bytes of its fullest rank."""
     kept = {f.name: getattr(setup.plan, f.name) for f in fields(Plan) if f.name not in VARIED}
     degrees = {name: getattr(plan, name) for name in DEGREES}
-    space = Space(subject=s, world=plan.world, fixed=degrees, base=Plan(**kept)).thin()
+    space = Space(subject=s, world=plan.world, fixed=degrees, base=Plan(**kept))
     ranked = Bounded(space=space, limit=limit).run()
     if not ranked.plans:
         return None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.experts import Experts, experts
 from shardsmith.design.cost.kernels import Constants, Dense, dense_kernels
-from shardsmith.design.cost.layouts import MOST_HIDDEN, Layouts, batch_of, layouts_of
+from shardsmith.design.cost.layouts import Layouts, batch_of, hidden_share, layouts_of
 from shardsmith.design.cost.pipeline import hop
 from shardsmith.design.cost.schedules import DUALPIPE_V
 from shardsmith.design.cost.step import Pass, flow, one_pass, waiting
@@ -123,12 +123,14 @@ class Bounded:
         return found
 
     def rivals(self, wanted: Sequence[NDArray[np.bool_]]) -> Rivals:
-        """The fastest of the usual plans in each of these sets of frames."""
+        """The fastest plan in each of these sets of frames."""
         frames = self.frames
         kinds = distinct([mask * 1.0 for mask in wanted]) if wanted else distinct([frames.bounds * 0.0])
         sets = np.array([mask[kinds.first] for mask in wanted], dtype=bool).reshape(len(wanted), len(kinds.first))
         found = Rivals(best=np.full(len(kinds.first), np.inf), limit=self.limit, sets=sets)
-        self.thin._search(replace(frames, group=kinds.place), found)
+        frames = replace(frames, group=kinds.place)
+        self.thin._search(frames, found)
+        self._search(frames, found, LARGEST)
         return found
 
     def layouts_of(self, setup: Setup) -> Layouts:
@@ -188,9 +190,15 @@ class Bounded:
         one = p.select(shapes.first)
         alike = distinct([getattr(one, name) for name in DECIDING_DEGREES]).place[shapes.place]
         # Cutting the sequence costs a gather in backward with some software: the bound is without.
-        best = {"overlap_tensor": np.array([MOST_HIDDEN]), "regather": np.zeros(1)}
+        best = {"overlap_tensor": self._most_hidden(p), "regather": np.zeros(1)}
         passes = self._passes(split, distinct([alike, p.microbatch]), near=True, paired=True, **best)
         return self._waited(self._work(split, passes))
+
+    def _most_hidden(self, p: Layouts) -> Array:
+        """The largest share of tensor communication that any overlap hides from one of these plans."""
+        bits = np.array([0, *self.space.policies], dtype=np.float64)
+        one = p.select(np.zeros(len(bits), dtype=np.intp)).with_(overlap=bits, sequence_parallel=np.ones(len(bits)))
+        return np.array([hidden_share(self.space.subject, one).max()])
 
     def _near_bounds(self, p: Layouts, alike: Sequence[Array | Index]) -> Array:
         """Seconds that no plan goes below, all groups on neighbouring ranks; plans `alike` take the same a layer."""

@@ -22,7 +22,7 @@ NOT_STRUCTURAL = ("H402", "H404")
 class Priced:
     """A check, and where cluster and plan allow it what the plan costs, what binds and which neighbours are better.
 
-    `barred` neighbours would be faster but do not fit. `anew`, where asked for, holds the best of the usual plans with
+    `barred` neighbours would be faster but do not fit. `anew`, where asked for, holds the best plan with
     these degrees, and with each degree one step further.
     """
 

@@ -19,8 +19,8 @@ Objective = Literal["fastest", "fewest", "cheapest"]
 class RuleNote:
     """A rule of thumb beside a plan: whether the plan follows it, and by how much it wins.
 
-    `other` is the best that does the opposite, of the usual plans (None where none of them is legal and fits); `ratio`
-    its step time over this plan's: above 1, this plan is faster.
+    `other` is the best plan that does the opposite (None where none is legal and fits); `ratio` its step time over this
+    plan's: above 1, this plan is faster.
     """
 
     rule: str

@@ -144,7 +144,7 @@ class Space:
 
     def _layers(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
         split = [False, True] if self._splits(tensor, context) else [False]
-        policies = self._policies if tensor > 1 else [0]
+        policies = self.policies if tensor > 1 else [0]
         found = []
         for flag in split:
             for again, name in enumerate(RECOMPUTE):
@@ -156,7 +156,7 @@ class Space:
         return found
 
     @cached_property
-    def _policies(self) -> list[int]:
+    def policies(self) -> list[int]:
         """Overlaps that the model can have, of none, those that the target offers and what is fixed."""
         offered = [(), *((name,) for name in self.subject.target.overlaps)]
         wanted = [tuple(self.fixed["overlap"])] if "overlap" in self.fixed else offered

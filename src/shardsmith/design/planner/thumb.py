@@ -82,14 +82,14 @@ THUMBS = (
 
 
 def rule_notes(s: Subject, best: Choice, bounded: Bounded) -> tuple[RuleNote, ...]:
-    """Every rule that applies, with the best of the usual plans that decides otherwise."""
+    """Every rule that applies, with the best plan that decides otherwise."""
     chosen, frames, notes = bounded.layouts_of(best.setup), bounded.frames.layouts, []
     thumbs = [thumb for thumb in THUMBS if thumb.applies(s)]
     followed = [bool(thumb.follows(s, chosen)[0]) for thumb in thumbs]
     rivals = bounded.rivals([thumb.follows(s, frames) != own for thumb, own in zip(thumbs, followed, strict=True)])
     for at, (thumb, follows) in enumerate(zip(thumbs, followed, strict=True)):
         found = rivals.best_of(at)
-        others = f"of the usual plans that {'do not follow' if follows else 'follow'} it"
+        others = f"of the plans that {'do not follow' if follows else 'follow'} it"
         if found is None:
             text = f"({thumb.says}): none {others} is legal and fits"
             notes.append(RuleNote(rule=thumb.name, verdict="followed" if follows else "does not apply", text=text))

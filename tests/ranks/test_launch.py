@@ -18,7 +18,7 @@ from shardsmith.engine.runtime.process import start, stop
 from shardsmith.engine.train.launch import launch
 from shardsmith.errors import Refused
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 BOUND_S = 30.0
 

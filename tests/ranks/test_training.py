@@ -128,7 +128,6 @@ def awaited(what, seconds: float = 100.0):
     return found
 
 
-@pytest.mark.alone
 def test_a_killed_rank_ends_the_command_and_is_named(tmp_path):
     folder = tmp_path / "run"
     (tmp_path / "job.toml").write_text(dumps(job(folder, "data=2,tensor=2,microbatches=2", steps=10**6)))

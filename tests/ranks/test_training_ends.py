@@ -121,7 +121,6 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in path.read_text().split()] if path.exists() else []
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("whom", ["launcher", "one rank", "launcher, twice"])
 def test_e05_sigterm_ends_all_ranks_after_the_same_step(tmp_path, whom):
     text = dumps(job(tmp_path / "run", "data=2", steps=10**6, optimisation=Optimisation()))

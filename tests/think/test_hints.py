@@ -17,7 +17,7 @@ from shardsmith.design.planner.explain import neighbours
 from shardsmith.plan.file import make_setup
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled
-from shardsmith.units import GIB
+from shardsmith.units import GIB, format_seconds
 
 LARGE = {"model": "llama3-70b", "cluster": "h100", "nodes": 8, "global_batch": 256, "seq_len": 8192}
 TIGHT = (
@@ -105,6 +105,18 @@ def test_gathers_are_charged_once(options: dict[str, int]) -> None:
     left = 100 * once.step_time_s / estimate(setup).step_time_s
     assert shares["L208"] <= left
     assert "the rest in gradients and weights that move less often (L203)" in found["L208"].message
+
+
+def test_where_weights_cannot_be_held_a_larger_microbatch_is_charged_in_two_parts() -> None:
+    """Gathers (L203) and small kernels (L208) share one fix, and add up to what it saves."""
+    setup = large("data=64,zero=3,recompute=full", seq_len=4096)
+    found = {f.code: f for f in api.check(setup).warnings if f.code in ("L203", "L208")}
+    assert {f.hint.partition(" (")[0] for f in found.values()} == {"microbatch = 4"}
+    saved = estimate(setup).step_time_s - estimate(setup.with_plan(microbatch=4)).step_time_s
+    shares = [float(re.findall(r"([\d.]+)% of it", f.message)[0]) for f in found.values()]
+    assert sum(shares) == pytest.approx(100 * saved / estimate(setup).step_time_s, abs=0.11)
+    for fault in found.values():
+        assert f"its fix saves {format_seconds(saved)} in all" in fault.message
 
 
 def test_a_bubble_is_charged_with_the_bubble_alone() -> None:

@@ -93,21 +93,26 @@ PARTS = {
 """Where a step is saved beside the bubble, by the part of the cost model's breakdown."""
 
 
+Fixes = Callable[[Subject, Setup], Iterator[Plan]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pitfall:
     """A rule: whether a plan is in it, in which words, and the plans that would be out of it, the nearest first.
 
     `own` is what a fix saves of the rule's own cause, in seconds (None: all it saves). What else the fix saves, such
-    as `besides`, is said but not charged, so that two rules do not charge the same seconds.
+    as `besides`, is said but not charged, so that two rules do not charge the same seconds. Where no fix is legal, fits
+    and saves, those `otherwise` are tried.
     """
 
     code: Code
     keys: tuple[str, ...]
     inside: Callable[[Subject, Setup, Estimate], str]
-    fixes: Callable[[Subject, Setup], Iterator[Plan]]
+    fixes: Fixes
     by_memory: bool = False
     own: Callable[[Subject, Setup, Estimate, Setup, Estimate], float] | None = None
     besides: str = ""
+    otherwise: Fixes | None = None
 
     def charged(self, s: Subject, setup: Setup, found: Estimate, other: Setup, e: Estimate) -> float:
         """Seconds of what the fix `other` saves that this rule stands for."""
@@ -120,7 +125,8 @@ def pitfalls(s: Subject, setup: Setup, found: Estimate) -> list[Fault]:
     faults = []
     for rule in PITFALLS:
         words = rule.inside(s, setup, found)
-        fix = _best_fix(s, setup, found, rule) if words else None
+        options = (rule.fixes, rule.otherwise) if words else ()
+        fix = next(filter(None, (_best_fix(s, setup, found, rule, fixes) for fixes in options if fixes)), None)
         if fix is None:
             continue
         other, e, charged = fix
@@ -153,14 +159,16 @@ def _limit(setup: Setup) -> float:
     return (setup.cluster.device.memory_gib or 0.0) * GIB
 
 
-def _best_fix(s: Subject, setup: Setup, found: Estimate, rule: Pitfall) -> tuple[Setup, Estimate, float] | None:
-    """The legal fix that saves most, where it saves what is worth saying, with its price and what the rule charges.
+def _best_fix(
+    s: Subject, setup: Setup, found: Estimate, rule: Pitfall, fixes: Fixes
+) -> tuple[Setup, Estimate, float] | None:
+    """The legal one of `fixes` that saves most, where it is worth saying, with its price and what the rule charges.
 
     A fix fits; of a plan that does not fit itself it may also only be smaller.
     """
     limit = _limit(setup)
     best: tuple[Setup, Estimate, float] | None = None
-    for proposed in rule.fixes(s, setup):
+    for proposed in fixes(s, setup):
         try:
             plan = typed(setup, proposed)
             other = settled(replace(setup, plan=plan))
@@ -258,6 +266,12 @@ def _held_over(s: Subject, setup: Setup) -> Iterator[Plan]:
     yield setup.plan.with_(zero=1)
 
 
+def _streams_alone(s: Subject, setup: Setup, found: Estimate, other: Setup, e: Estimate) -> float:
+    """Seconds saved of gathers and reductions: what a larger microbatch also saves in kernels `SMALL` charges."""
+    saved = found.step_time_s - e.step_time_s
+    return saved - _without_streams(s, setup, found, other, e) if streams_gradients(other.plan) else saved
+
+
 def _recomputes(s: Subject, setup: Setup, e: Estimate) -> str:
     return f"recompute = {setup.plan.recompute}" if setup.plan.recompute != "none" else ""
 
@@ -340,7 +354,15 @@ PITFALLS = (
         fixes=_more_microbatches,
         own=_bubble_alone,
     ),
-    Pitfall(code=STREAMED, keys=("zero", "zero_gather"), inside=_streams, fixes=_held_over),
+    Pitfall(
+        code=STREAMED,
+        keys=("zero", "zero_gather"),
+        inside=_streams,
+        fixes=_held_over,
+        own=_streams_alone,
+        otherwise=_larger,
+        besides="the rest in larger kernels (L208)",
+    ),
     Pitfall(code=RECOMPUTED, keys=("recompute",), inside=_recomputes, fixes=_recompute_less),
     Pitfall(code=OUTSIDE, keys=("order",), inside=_placed_badly, fixes=_tensor_first),
     Pitfall(code=DEEP, keys=("pipeline",), inside=_deep, fixes=_shallower),

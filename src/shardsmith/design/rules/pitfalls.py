@@ -235,8 +235,7 @@ def _more_microbatches(s: Subject, setup: Setup) -> Iterator[Plan]:
     for size in range(cut.microbatch - 1, 0, -1):
         if cut.microbatch % size == 0:
             yield plan.with_(microbatch=size, microbatches=cut.microbatches * cut.microbatch // size)
-    if plan.layers is not None:
-        return
+    plan = plan.with_(layers=None)
     loops = plan.schedule in ("gpipe", "one_f_one_b")
     for each in range(2, s.model.layers // plan.pipeline + 1) if loops else ():
         if each <= 4 or s.model.layers % (plan.pipeline * each) == 0:

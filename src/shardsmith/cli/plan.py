@@ -197,7 +197,7 @@ def _neighbours(choice: Choice) -> Table:
     for n in choice.neighbours:
         time = "" if n.ratio is None else f"{n.ratio - 1:+.1%}"
         size = "" if n.peak_gib is None else f"{n.peak_gib:.1f} GiB"
-        table.add_row(n.axis, n.before, n.after, time, size, n.reason)
+        table.add_row(n.axis, n.before, n.becomes, time, size, n.reason)
     return table
 
 

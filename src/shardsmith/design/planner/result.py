@@ -44,8 +44,9 @@ class RuleNote:
 class Neighbour:
     """One change to a plan (`axis`: `before` -> `after`) and what becomes of it.
 
-    `ratio` is its step time over the plan's, `peak_gib` its fullest rank; where the change is illegal or does
-    not fit, `reason` says so and the figures may be None.
+    `beside` names what else moves with it (`data = 1`): laid over the plan together they give `plan`. `ratio` is its
+    step time over the plan's, `peak_gib` its fullest rank; where the change is illegal or does not fit, `reason` says
+    so and the figures may be None.
     """
 
     axis: str
@@ -55,10 +56,16 @@ class Neighbour:
     ratio: float | None = None
     peak_gib: float | None = None
     reason: str = ""
+    beside: tuple[str, ...] = ()
+
+    @property
+    def becomes(self) -> str:
+        """The new value, and all that moves beside it: `8, data = 1`."""
+        return ", ".join((self.after, *self.beside))
 
     def as_json(self) -> dict[str, Any]:
         """The neighbour as plain JSON values, without those it does not have."""
-        return {key: value for key, value in vars(self).items() if value not in (None, "")}
+        return {key: value for key, value in vars(self).items() if value not in (None, "", ())}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ def memory_bars(report: Report) -> dict[str, Any]:
     items = [item for item in ITEM_WORDS if any(rank.items.get(item, 0.0) > 0 for rank in e.memory)]
     rows = [
         {
-            "label": f"rank {rank.pipeline_rank}",
+            "label": f"pipeline rank {rank.pipeline_rank}",
             "stages": _stages(rank.stages),
             "total": rank.total / GIB,
             "parts": [

@@ -75,14 +75,10 @@ def _header(checked: Priced) -> str:
 
 
 def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
+    from shardsmith.design.reports.plan_tables import memory_table
+
     low, high = e.interval_s
-    ranks = e.shown
-    table = Table(title="memory of a rank at its peak in GiB, by pipeline rank", title_justify="left")
-    for column in ("pipeline rank", *ranks[0].items, "total"):
-        table.add_column(column, justify="right")
-    for rank in ranks:
-        sizes = (*rank.items.values(), rank.total)
-        table.add_row(str(rank.pipeline_rank), *(f"{size / GIB:.1f}" for size in sizes))
+    table = memory_table(e, "memory of a rank at its peak in GiB, by pipeline rank")
     text = (
         f"step {format_seconds(e.step_time_s)} (80 % of runs: {format_seconds(low)} to {format_seconds(high)}), "
         f"MFU {e.mfu:.1%}, {e.tokens_per_s_per_gpu:,.0f} tokens/s a device"
@@ -96,20 +92,24 @@ def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
     if checked.barred:
         parts.append(_neighbours("faster, but too large for the device", checked.barred))
     if checked.anew:
-        parts.append(
-            _neighbours("best plan with these degrees, then with one of them moved by a step", checked.anew, True)
-        )
+        parts += _anew(checked.anew)
     return tuple(parts)
 
 
+def _anew(found: tuple[Neighbour, ...]) -> tuple[RenderableType, ...]:
+    """The best plans with these degrees and those near, and each of the plans in a line to copy."""
+    from shardsmith.design.reports.plan_tables import numbered
+
+    title = "best plan with these degrees, then with one of them moved by a step"
+    return _neighbours(title, found, whole=True), numbered("plans of that table", (n.plan for n in found))
+
+
 def _neighbours(title: str, found: tuple[Neighbour, ...], whole: bool = False) -> Table:
-    """What becomes of the plan; with `whole` plans in full."""
+    """What becomes of the plan; `whole` ones have numbers."""
     table = Table(title=title, title_justify="left")
-    for column in ("field", "from", "to", "time", "fullest rank"):
+    for column in (*(("#",) if whole else ()), "field", "from", "to", "time", "fullest rank"):
         table.add_column(column, no_wrap=True)
-    if whole:
-        table.add_column("plan", overflow="fold")
-    for n in found:
+    for place, n in enumerate(found, 1):
         cells = (n.axis, n.before, n.becomes, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
-        table.add_row(*cells, *((n.plan,) if whole else ()))
+        table.add_row(*((str(place),) if whole else ()), *cells)
     return table

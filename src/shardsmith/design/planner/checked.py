@@ -39,7 +39,7 @@ def price_checked(checked: Checked, target: str = DEFAULT_TARGET, *, anew: bool 
         estimate=found,
         better=better(every, found, limit),
         barred=barred(every),
-        binds=binding(s, [setup], [found], limit)[0],
+        binds=binding(found, limit),
         anew=chosen_anew(s, setup, found, limit) if anew else (),
         target=target,
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from shardsmith.design.cost.estimate import Estimate, estimate_plans
+from shardsmith.design.cost.estimate import ITEM_WORDS, PART_WORDS, Estimate
 from shardsmith.design.cost.layouts import ORDERS, RECOMPUTE, layouts_of
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.schedules import SCHEDULES
@@ -30,38 +30,21 @@ TIGHT = 0.9
 """Share of the memory from which it is said to bind."""
 MOST_STAGES = 16
 """Stages up to which a table lists their layers."""
-NO_TIME = 1e9
-"""Times its bandwidth, a link takes no time."""
 
 
-def binding(s: Subject, setups: Sequence[Setup], found: Sequence[Estimate], limit: float) -> list[str]:
-    """What holds each plan back: the largest part of the step that is not compute, and memory where it is short.
-
-    What layers wait for tensor, context and expert ranks counts as exchange: what the same plan would save if links
-    took no time.
-    """
-    levels = tuple(
-        replace(link, bandwidth_gbs=NO_TIME * link.bandwidth_gbs, latency_us=0.0) for link in s.cluster.levels
-    )
-    linkless = replace(s, cluster=replace(s.cluster, levels=levels))
-    pairs = zip(found, estimate_plans(linkless, setups) if setups else (), strict=True)
-    return [_binds(e, e.breakdown["compute"] - bare.breakdown["compute"], limit) for e, bare in pairs]
-
-
-def _binds(e: Estimate, exchange: float, limit: float) -> str:
-    compute = e.breakdown["compute"] - exchange
+def binding(e: Estimate, limit: float) -> str:
+    """What holds a plan back: the largest part of the step that is not compute, and memory where it is short."""
     parts = {name: seconds for name, seconds in e.breakdown.items() if name != "compute"}
-    parts["exchange inside layers"] = exchange
     worst = max(parts, key=lambda name: parts[name])
     fullest = max(e.memory, key=lambda rank: rank.total)
     item = max(fullest.items, key=lambda name: fullest.items[name])
-    text = f"compute is {compute / e.step_time_s:.0%} of the step"
+    text = f"compute is {e.breakdown['compute'] / e.step_time_s:.0%} of the step"
     if parts[worst] > 0:
-        text += f", then {worst} {parts[worst] / e.step_time_s:.1%}"
+        text += f", then {PART_WORDS[worst]} {parts[worst] / e.step_time_s:.1%}"
     tight = "memory binds" if fullest.total > TIGHT * limit else "memory is free"
     return (
         f"{text}; {tight}: {fullest.total / GIB:.1f} of {limit / GIB:.1f} GiB on pipeline rank "
-        f"{fullest.pipeline_rank}, most of it {item} ({fullest.items[item] / GIB:.1f})"
+        f"{fullest.pipeline_rank}, most of it {ITEM_WORDS[item]} ({fullest.items[item] / GIB:.1f})"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardsmith.design.cost.estimate import Estimate, estimate
+from shardsmith.design.cost.estimate import ITEM_WORDS, PART_WORDS, Estimate, estimate
 from shardsmith.design.cost.subject import DEFAULT_TARGET, unpriceable
 from shardsmith.design.planner.result import SearchResult
 from shardsmith.design.reports.sensitivity import Change, sensitivity
@@ -14,25 +14,6 @@ from shardsmith.design.simulator.simulation import Simulation, simulate_plan
 from shardsmith.plan.mesh import AXES, mesh_of
 from shardsmith.plan.setup import Setup
 from shardsmith.units import GIB, format_seconds
-
-ITEM_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimiser states",
-    "gathered": "gathered weights",
-    "activations": "activations",
-    "logits": "logits",
-    "transient": "work space",
-    "reserve": "runtime and allocator",
-}
-PART_WORDS = {
-    "compute": "compute",
-    "bubble": "pipeline bubble",
-    "imbalance": "uneven stages",
-    "pipeline": "messages between stages",
-    "data": "gradients and weights over data ranks, exposed",
-    "optimizer": "optimiser step",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +101,7 @@ def memory_bars(report: Report) -> dict[str, Any]:
     items = [item for item in ITEM_WORDS if any(rank.items.get(item, 0.0) > 0 for rank in e.memory)]
     rows = [
         {
-            "label": f"rank {rank.pipeline_rank}",
+            "label": f"pipeline rank {rank.pipeline_rank}",
             "stages": _stages(rank.stages),
             "total": rank.total / GIB,
             "parts": [

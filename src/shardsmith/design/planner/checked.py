@@ -11,6 +11,7 @@ from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.priced import Priced
 from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.rules.pitfalls import pitfalls
+from shardsmith.design.targets import software_faults
 from shardsmith.errors import Code, Fault
 from shardsmith.layout.check import Checked
 from shardsmith.plan.setup import Setup
@@ -37,6 +38,7 @@ def price_checked(checked: Checked, target: str = DEFAULT_TARGET, *, anew: bool 
     every = neighbours(s, setup, found, limit)
     helped = [with_neighbour(fault, every, found, limit) for fault in checked.faults]
     faults = [*helped, *total_faults(setup, found, limit, every), *pitfalls(s, setup, found)]
+    faults += software_faults(setup, s.target)
     return Priced(
         checked=checked,
         faults=tuple(faults),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import ceil, prod
+from itertools import product
+from math import ceil, lcm, prod
 from time import perf_counter
 
 import numpy as np
@@ -18,12 +19,12 @@ from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.goodput import days
 from shardsmith.design.planner.plans import setup_of
-from shardsmith.design.planner.question import GOAL, Question, fixed_faults, size_faults
+from shardsmith.design.planner.question import GOAL, Question, fixed_faults, held_ranks, size_faults
 from shardsmith.design.planner.result import Choice, SearchResult
-from shardsmith.design.planner.space import SHAPE, Space
+from shardsmith.design.planner.space import SHAPE, OneOf, Space, combinations, held_values, word
 from shardsmith.design.planner.thumb import rule_notes
 from shardsmith.design.targets import FLOAT8
-from shardsmith.errors import Code, raise_errors
+from shardsmith.errors import Code, Fault, raise_errors
 from shardsmith.plan.batch import divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.specs.model import parameter_count
@@ -32,7 +33,8 @@ from shardsmith.units import GIB, counted
 NO_LAYOUT = Code(
     code="L101",
     title="no legal layout",
-    because="every rank needs a device, every data rank an equal part of the batch, every stage a layer",
+    because="every rank needs a device, every data rank an equal part of the batch, every stage a layer or an "
+    "end of the model",
 )
 NOTHING_FITS = Code(
     code="L102",
@@ -255,9 +257,12 @@ def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
     world = space.world
     said = [(s.cluster.name, f"devices = {world}"), (s.model.name, f"layers = {s.model.layers}")]
     said.append(("--global-batch", f"global_batch = {s.workload.global_batch}"))
-    said += [("--fix", f"{key} = {value}") for key, value in q.fixed.items()]
+    said += [
+        ("--fix", f"{key} = {value if isinstance(value, OneOf) else word(value)}") for key, value in q.fixed.items()
+    ]
     if found.total == 0:
         raise_errors(fixed_faults(q))
+        raise_errors(_too_many(world, q))
         near = _nearest_batch(s, q)
         if near == s.workload.global_batch:
             raise NO_LAYOUT.refuse("nothing that is legal has all fields that are held", *said, hint="fix fewer fields")
@@ -272,12 +277,16 @@ def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
     more = _enough(q)
     hints = [f"nodes = {more}"] if more else []
     capped = q.memory_gib is not None and need <= (s.cluster.device.memory_gib or 0.0)
-    hints.append(f"memory_gib = {ceil(need * 10) / 10:g}" if capped else f"a device with {need:.1f} GiB")
+    enough = ceil(need * 10.0) / 10.0
+    hints.append(f"memory_gib = {enough:g}" if capped else f"a device with {enough:.1f} GiB")
     hints.append("a shorter sequence, or a smaller model")
     limit = q.limit / GIB
+    # A gap that one digit would round away is told with more.
+    digits = 1 if need - limit >= 0.1 else 4
     raise NOTHING_FITS.refuse(
         f"{s.model.name} on {counted(world, 'device')}: the nearest layout, {smallest}, "
-        f"holds {need:.1f} GiB on its fullest rank, {need - limit:.1f} GiB more than the {limit:.1f} GiB there are",
+        f"holds {need:.{digits}f} GiB on its fullest rank, {need - limit:.{digits}f} GiB more than the "
+        f"{limit:.{digits}f} GiB there are",
         (s.cluster.name if q.memory_gib is None else "--memory-gib", f"memory_gib = {limit:g}"),
         *said,
         hint=", or ".join(hints),
@@ -291,9 +300,28 @@ def _nearest_batch(s: Subject, q: Question) -> int | None:
     assert s.cluster.devices, "a cluster of unknown size has been refused"
     work = replace(s.workload, global_batch=s.cluster.devices)
     every = _space(q, make_subject(s.model, work, s.cluster, s.target.name, imbalance=s.imbalance)).shapes
-    parts = [fixed[key] for key in ("microbatch", "microbatches") if fixed.get(key)]
-    units = {int(data) * prod(parts) for data in every[:, SHAPE.index("data")]}
-    return min((unit if len(parts) > 1 else ceil(batch / unit) * unit for unit in units), default=None)
+    cuts = [held_values(fixed, key) for key in ("microbatch", "microbatches") if fixed.get(key)]
+    units = {int(data) * prod(parts) for data in every[:, SHAPE.index("data")] for parts in product(*cuts)}
+    return min((unit if len(cuts) > 1 else ceil(batch / unit) * unit for unit in units), default=None)
+
+
+def _too_many(world: int, q: Question) -> list[Fault]:
+    """Degrees that are held and make more ranks than there are devices, or a number that does not divide them."""
+    degrees = {key: value for key, value in q.fixed.items() if key in ("tensor", "context", "pipeline", "data")}
+    least = held_ranks(q)
+    if any(world % prod(held.values()) == 0 for held in combinations(degrees)):
+        return []
+    each = q.cluster.devices_per_node or 1
+    named = " x ".join(f"{key} = {value}" for key, value in degrees.items())
+    message = f"{named}: {counted(least, 'rank')}, " + (
+        f"more than the {counted(world, 'device')}"
+        if least > world
+        else f"which {counted(world, 'device')} are no multiple of"
+    )
+    said = [("--fix", f"{key} = {value}") for key, value in degrees.items()]
+    nodes = lcm(least, each) // each
+    hint = f"nodes = {nodes}, or smaller degrees" if least > world else f"degrees whose product divides {world}"
+    return [NO_LAYOUT.fault(message, *said, (q.cluster.name, f"devices = {world}"), hint=hint)]
 
 
 def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
@@ -303,13 +331,33 @@ def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
     return setup_of(s, plan, 0, q.base).plan, found.limit
 
 
+LARGEST_FACTOR = 32
+"""Times the nodes asked for, beyond which nobody looks for a number on which something fits."""
+EACH_TRIED = 8
+"""Numbers of nodes that are tried one by one; more are halved first."""
+
+
 def _enough(q: Question) -> int | None:
-    """The first doubling of nodes on which one of the usual plans fits: to try all takes long where none does."""
-    for factor in (2, 4, 8, 16, 32):
-        more = q.on(q.cluster.nodes * factor)
-        if Bounded(space=_space(more, _subject(more)).thin(), limit=q.limit).leanest(q.limit).limit <= q.limit:
-            return more.cluster.nodes
-    return None
+    """The fewest nodes, of those tried, on which one of the usual plans fits.
+
+    Doublings until one fits; then halves of what lies below it, as long as there are many numbers, and at last one by
+    one, since some numbers divide worse than smaller ones.
+    """
+    low, high = q.cluster.nodes, 2 * q.cluster.nodes
+    while not _fits(q.on(high)):
+        low, high = high, 2 * high
+        if high > LARGEST_FACTOR * q.cluster.nodes:
+            return None
+    while high - low > EACH_TRIED + 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(q.on(middle)) else (middle, high)
+    return next((nodes for nodes in range(low + 1, high) if _fits(q.on(nodes))), high)
+
+
+def _fits(q: Question) -> bool:
+    """Whether one of the usual plans is legal and fits."""
+    space = _space(q, _subject(q)).thin()
+    return bool(len(space.shapes)) and Bounded(space=space, limit=q.limit).leanest(q.limit).limit <= q.limit
 
 
 def assumptions(q: Question) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,47 @@ Index = NDArray[np.intp]
 SHAPE = ("tensor", "replicate_kv", "context", "ulysses", "pipeline", "data", "expert", "expert_tensor")
 DEGREES = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor")
 """Degrees that tell one entry of the ranking from another."""
+HALVING = 2 ** OVERLAPS.index("half_microbatches")
+"""The overlap that needs an even number of sequences."""
 PLENTY = 4
 """Microbatches a rank that every schedule can run with."""
 
 
+@dataclass(frozen=True)
+class OneOf:
+    """Values of which a field that is held may have any."""
+
+    values: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return "|".join(word(value) for value in self.values)
+
+
+def word(value: Any) -> str:
+    """A value as `--fix` takes it: `8`, `true`, `weight_gradient+chunks`, `none` for an overlap of nothing."""
+    if isinstance(value, (tuple, list)):
+        return "+".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def held_values(fixed: Mapping[str, Any], key: str) -> tuple[Any, ...]:
+    """The values that `fixed` allows for a field that it names."""
+    value = fixed[key]
+    return value.values if isinstance(value, OneOf) else (value,)
+
+
+def combinations(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every choice of one value for each field that is held."""
+    for values in product(*(held_values(fixed, key) for key in fixed)):
+        yield dict(zip(fixed, values, strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All legal plans on `world` devices; `fixed` holds plan fields to one value, `base` has those that do not vary."""
+    """All legal plans on `world` devices; `base` has the fields that do not vary.
+
+    `fixed` holds fields to one value each, or to some of them (`OneOf`).
+    """
 
     subject: Subject
     world: int
@@ -56,7 +91,7 @@ class Space:
 
     def allows(self, key: str, value: Any) -> bool:
         """Whether `key` may have `value`."""
-        return key not in self.fixed or bool(self.fixed[key] == value)
+        return key not in self.fixed or value in held_values(self.fixed, key)
 
     def _setup(self, **degrees: Any) -> Setup:
         s = self.subject
@@ -127,24 +162,24 @@ class Space:
         """(microbatch, microbatches) of each data rank."""
         each = self.subject.workload.global_batch // data
         found = [(size, each // size) for size in divisors(each)]
-        halved = "half_microbatches" in self.fixed.get("overlap", ())
-        wanted = [(a, b) for a, b in found if self.allows("microbatch", a) and self.allows("microbatches", b)]
-        return [(a, b) for a, b in wanted if a % 2 == 0 or not halved]
+        return [(a, b) for a, b in found if self.allows("microbatch", a) and self.allows("microbatches", b)]
 
-    def inner(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
-        """(sequence_parallel, recompute, overlap) options of layers with these degrees."""
-        key = (tensor, context)
+    def inner(self, tensor: int, context: int, microbatch: int) -> list[tuple[int, int, int]]:
+        """(sequence_parallel, recompute, overlap) options of layers with these degrees and sequences."""
+        key = (tensor, context, microbatch % 2)
         if key not in self._inner:
-            self._inner[key] = self._layers(tensor, context)
+            self._inner[key] = self._layers(*key)
         return self._inner[key]
 
     @cached_property
-    def _inner(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+    def _inner(self) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
         return {}
 
-    def _layers(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
+    def _layers(self, tensor: int, context: int, odd: int) -> list[tuple[int, int, int]]:
         split = [False, True] if self._splits(tensor, context) else [False]
         policies = self.policies if tensor > 1 else [0]
+        if odd:
+            policies = [bits for bits in policies if not bits & HALVING]
         found = []
         for flag in split:
             for again, name in enumerate(RECOMPUTE):
@@ -159,7 +194,7 @@ class Space:
     def policies(self) -> list[int]:
         """Overlaps that the model can have, of none, those that the target offers and what is fixed."""
         offered = [(), *((name,) for name in self.subject.target.overlaps)]
-        wanted = [tuple(self.fixed["overlap"])] if "overlap" in self.fixed else offered
+        wanted = [tuple(names) for names in held_values(self.fixed, "overlap")] if "overlap" in self.fixed else offered
         return [sum(2 ** OVERLAPS.index(name) for name in names) for names in wanted if self._overlaps(names)]
 
     def _overlaps(self, names: tuple[Overlap, ...], schedule: str = "one_f_one_b") -> bool:
@@ -217,8 +252,9 @@ class Space:
         most = (self.subject.model.layers + 2) // pipeline
         every: Iterable[int] = range(1, most + 1)
         if "stages_per_rank" in self.fixed:
-            wanted = self.fixed["stages_per_rank"] or order.DEFAULT_STAGES_PER_RANK
-            every = [each for each in every if each == wanted]
+            held = held_values(self.fixed, "stages_per_rank")
+            wanted = {each or order.DEFAULT_STAGES_PER_RANK for each in held}
+            every = [each for each in every if each in wanted]
         return [
             each
             for each in every
@@ -349,9 +385,9 @@ def policies_of(bits: int) -> tuple[Overlap, ...]:
 class Thin(Space):
     """A few plans of every shape and cut, those that usually win: they set the mark for a search of the whole space."""
 
-    def inner(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
+    def inner(self, tensor: int, context: int, microbatch: int) -> list[tuple[int, int, int]]:
         """The options with most overlap, the sequence cut over tensor ranks where it may be."""
-        every = super().inner(tensor, context)
+        every = super().inner(tensor, context, microbatch)
         split, bits = max(((a, c) for a, _, c in every), default=(0, 0))
         return [option for option in every if option[0] == split and option[2] == bits]
 

@@ -11,9 +11,10 @@ from shardsmith.cli.main import main
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import make_subject
 from shardsmith.design.planner.bounded import Bounded
+from shardsmith.design.planner.fixed import OneOf
 from shardsmith.design.planner.plans import plan_of
 from shardsmith.design.planner.question import fixed_fields
-from shardsmith.design.planner.space import OneOf, Space
+from shardsmith.design.planner.space import Space
 from shardsmith.design.targets import target_named, target_names
 from shardsmith.errors import Refused
 from shardsmith.specs.job import Workload

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.common import Answer, check_writable, verb
 from shardsmith.cli.serving import named, serving_options
 from shardsmith.plan.stages import brief
 from shardsmith.specs.job import Dtype
@@ -76,6 +76,7 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
     Training needs --global-batch and --seq-len; with --serve the layouts are for inference, and --context and
     --concurrency say what is served.
     """
+    check_writable(html, out)
     model, cluster = named(options)
     found = api.search(
         model,

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, verb
+from shardsmith.cli.common import Answer, check_writable, verb
 from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.units import counted, format_seconds
 
@@ -52,6 +52,7 @@ def command(
     """
     from shardsmith.design.simulator.simulation import parse_slow
 
+    check_writable(trace, html, picture)
     setup = priced_setup(options)
     drawn = setup.plan.pipeline <= MOST_LINES
     found = api.simulate(

@@ -107,8 +107,10 @@ class Bounded:
             self._layer(frames, found)
         elif len(frames):
             self.thin._search(frames, found)
-            found.searched = 0
+            # The whole space has the usual plans too: whichever search met more, none counts twice.
+            usual, found.searched, found.priced = (found.searched, found.priced), 0, 0
             self._search(frames, found, LARGEST)
+            found.searched, found.priced = max(usual[0], found.searched), max(usual[1], found.priced)
         return found
 
     def leanest(self, enough: float = -np.inf) -> Leanest:
@@ -186,13 +188,16 @@ class Bounded:
     def _frame_bounds(self, frames: Frames) -> Array:
         """Seconds that no plan of each frame goes below: every choice inside a layer at its best, links at theirs."""
         p, shapes = frames.layouts, distinct([frames.shape])
-        split = p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0))
         one = p.select(shapes.first)
         alike = distinct([getattr(one, name) for name in DECIDING_DEGREES]).place[shapes.place]
-        # Cutting the sequence costs a gather in backward with some software: the bound is without.
-        best = {"overlap_tensor": self._most_hidden(p), "regather": np.zeros(1)}
-        passes = self._passes(split, distinct([alike, p.microbatch]), near=True, paired=True, **best)
-        return self._waited(self._work(split, passes))
+        rows = distinct([alike, p.microbatch])
+        hidden = self._most_hidden(p)
+        # Cutting the sequence saves time on what is wide, and costs a second call and, with some software, a gather.
+        work = [
+            self._work(q, self._passes(q, rows, near=True, paired=True, overlap_tensor=hidden))
+            for q in (p, p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0)))
+        ]
+        return self._waited(np.minimum(*work))
 
     def _most_hidden(self, p: Layouts) -> Array:
         """The largest share of tensor communication that any overlap hides from one of these plans."""

@@ -10,9 +10,10 @@ from typing import Any
 from shardsmith.design.cost.layouts import ORDERS, OVERLAPS
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import DEFAULT_TARGET
-from shardsmith.design.planner.goodput import Failures
+from shardsmith.design.planner.fixed import OneOf, combinations, held_values, word
+from shardsmith.design.planner.goodput import HOURS_BETWEEN_FAILURES, Failures
 from shardsmith.design.planner.result import Objective
-from shardsmith.design.planner.space import SHAPE, OneOf, combinations, held_values, word
+from shardsmith.design.planner.space import SHAPE
 from shardsmith.errors import Code, Fault, Refused, raise_errors
 from shardsmith.layout.check import MOST, MOST_DATA, TOO_LARGE, axis_faults, length_faults
 from shardsmith.layout.check import size_faults as plan_size_faults
@@ -174,12 +175,18 @@ def size_faults(q: Question) -> list[Fault]:
             faults.append(TOO_SMALL.fault(f"{key} = {value} is below 1", said, hint="1"))
         if value > most:
             faults.append(TOO_LARGE.fault(f"{key} = {value} is above {most:,}", said, hint=f"{most} or less"))
-    positive = {"memory_gib": q.memory_gib, "tokens": q.tokens, "days": q.goal_days}
-    positive |= {"mtbf_hours": q.failures.device_hours, "checkpoint_minutes": q.failures.interval_s}
-    for key, figure in positive.items():
+    between = q.failures.interval_s
+    positive = {
+        "memory_gib": (q.memory_gib, f"{q.cluster.device.memory_gib or 80:g} or less"),
+        "tokens": (q.tokens, "1e12"),
+        "days": (q.goal_days, "30"),
+        "mtbf_hours": (q.failures.device_hours, f"{HOURS_BETWEEN_FAILURES:g}"),
+        "checkpoint_minutes": (None if between is None else between / 60.0, "30"),
+    }
+    for key, (figure, such_as) in positive.items():
         if figure is not None and not 0 < figure < inf:
             said = (f"--{key.replace('_', '-')}", f"{key} = {figure:g}")
-            faults.append(TOO_SMALL.fault(f"{key} = {figure:g} is no number above 0", said))
+            faults.append(TOO_SMALL.fault(f"{key} = {figure:g} is no number above 0", said, hint=such_as))
     faults += _without_effect(q)
     if not faults:
         setups = [_setup(q, Plan(**held)) for held in _each_alone(q.fixed)]

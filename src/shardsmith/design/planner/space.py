@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.layouts import ORDER_AXES, ORDERS, OVERLAPS, RECOMPUTE
 from shardsmith.design.cost.schedules import SCHEDULES, as_fast
 from shardsmith.design.cost.subject import Subject
+from shardsmith.design.planner.fixed import held_values
 from shardsmith.layout.check import axis_faults
 from shardsmith.layout.overlap import overlap_faults
 from shardsmith.plan.batch import divisors
@@ -36,35 +36,6 @@ HALVING = 2 ** OVERLAPS.index("half_microbatches")
 """The overlap that needs an even number of sequences."""
 PLENTY = 4
 """Microbatches a rank that every schedule can run with."""
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """Values of which a field that is held may have any."""
-
-    values: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        return "|".join(word(value) for value in self.values)
-
-
-def word(value: Any) -> str:
-    """A value as `--fix` takes it: `8`, `true`, `weight_gradient+chunks`, `none` for an overlap of nothing."""
-    if isinstance(value, (tuple, list)):
-        return "+".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def held_values(fixed: Mapping[str, Any], key: str) -> tuple[Any, ...]:
-    """The values that `fixed` allows for a field that it names."""
-    value = fixed[key]
-    return value.values if isinstance(value, OneOf) else (value,)
-
-
-def combinations(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every choice of one value for each field that is held."""
-    for values in product(*(held_values(fixed, key) for key in fixed)):
-        yield dict(zip(fixed, values, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,7 @@ def simulate_plan(
         )
     order = _order(setup, batching(setup.plan, setup.workload).microbatches)
     even = 1.0 if imbalance is None else imbalance
-    priced = subject_of(setup, target or DEFAULT_TARGET, constants, even) if has_price else None
+    priced = subject_of(setup, DEFAULT_TARGET if target is None else target, constants, even) if has_price else None
     lengths, origin = _given(setup, order, times) if priced is None else _by_cost(priced, setup)
     gather, each = _gather(setup), streams_gradients(setup.plan)
 
@@ -158,7 +158,7 @@ def simulate_plan(
         order=order,
         lengths=lengths,
         origin=origin,
-        target=target or DEFAULT_TARGET,
+        target=DEFAULT_TARGET if target is None else target,
         seconds=shown.seconds,
         steady=steady,
         bubble=shown.bubble,

@@ -21,7 +21,7 @@ PeakDtype = Literal["float64", "float32", "bfloat16", "float16", "float8"]
 POSITIVE_FIGURE = Code(
     code="H102",
     title="a figure of a cluster must be positive",
-    because="a device or link without any capacity cannot take part",
+    because="a device or link without any capacity cannot take part, nor is there a cluster without devices",
 )
 LEVELS = Code(
     code="H103",

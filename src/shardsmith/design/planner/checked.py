@@ -12,6 +12,7 @@ from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.priced import Priced
 from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.rules.pitfalls import pitfalls
+from shardsmith.design.targets import software_faults
 from shardsmith.errors import Fault
 from shardsmith.layout.check import Checked
 from shardsmith.units import GIB
@@ -32,7 +33,7 @@ def price_checked(checked: Checked, target: str = DEFAULT_TARGET, *, anew: bool 
     every = neighbours(s, setup, found, limit)
     helped = [with_neighbour(fault, every, found, limit) for fault in checked.faults]
     total = total_faults(setup, found.memory, memory_hint(every, found, limit))
-    faults = [*helped, *total, *pitfalls(s, setup, found)]
+    faults = [*helped, *total, *pitfalls(s, setup, found), *software_faults(setup, s.target)]
     return Priced(
         checked=checked,
         faults=tuple(faults),

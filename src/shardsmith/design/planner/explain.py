@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from shardsmith.design.cost.layouts import ORDERS, RECOMPUTE, layouts_of
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import Subject
+from shardsmith.design.planner.fixed import OneOf, held_values
 from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.rules.changes import changes, typed
 from shardsmith.errors import Refused
@@ -49,13 +50,13 @@ def binding(e: Estimate, limit: float) -> str:
 
 
 def neighbours(
-    s: Subject, setup: Setup, found: Estimate, limit: float, held: Collection[str] = ()
+    s: Subject, setup: Setup, found: Estimate, limit: float, held: Mapping[str, Any] | None = None
 ) -> tuple[Neighbour, ...]:
     """Every plan one step away from `setup`: its time over this plan's, its memory, or why it is not legal.
 
     A degree moves to the next one that divides the devices, and the data ranks (for data: the pipeline) make up
     for it; a microbatch that no longer divides becomes the next smaller one that does. Two steps to the same plan are
-    one. A step that moves one of the fields that are `held` says so.
+    one. A step that moves one of the fields that are `held` to a value that they may not have says so.
     """
     moved, own = _moved(s, setup), setup.plan
     sound, reasons = [], {}
@@ -78,8 +79,9 @@ def neighbours(
         short = f"holds {size / GIB:.1f} GiB, {(size - limit) / GIB:.1f} too many" if size > limit else ""
         # A split of layers that was weighed for these stages is another one for others.
         free = () if axis == "layers" else ("layers",)
-        moves = [k for k in held if k not in free and getattr(plan, k) != getattr(setup.plan, k)]
-        fixed = "held: " + ", ".join(f"{k} = {shown(getattr(setup.plan, k))}" for k in moves) if moves else ""
+        moves = [k for k in held or {} if k not in free and getattr(plan, k) != getattr(setup.plan, k)]
+        moves = [k for k in moves if held and getattr(plan, k) not in held_values(held, k)]
+        fixed = "held: " + ", ".join(f"{k} = {_held(held, k, setup.plan)}" for k in moves) if held and moves else ""
         out.append(
             Neighbour(
                 axis=axis,
@@ -93,6 +95,11 @@ def neighbours(
             )
         )
     return tuple(out)
+
+
+def _held(held: Mapping[str, Any], key: str, plan: Plan) -> str:
+    """What a field is held to: its own value, or all that it may have."""
+    return str(held[key]) if isinstance(held[key], OneOf) else shown(getattr(plan, key))
 
 
 def degree_steps(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardsmith.design.cost.estimate import Estimate
+from shardsmith.design.targets import software_faults, target_named
 from shardsmith.errors import Fault
 from shardsmith.layout.capability import capability_faults
+from shardsmith.layout.check import length_faults
 from shardsmith.plan.setup import Setup
 
 Verdict = Literal["followed", "beaten", "does not apply"]
@@ -129,8 +131,13 @@ class SearchResult:
 
     @property
     def warnings(self) -> tuple[Fault, ...]:
-        """What the best plan counts but the engine cannot train yet, as `check` warns of it."""
-        return tuple(capability_faults(self.best.setup, running=False))
+        """What the best plan has that its software has not (X352), a sequence beyond the model's context, and what it
+        counts but the engine cannot train yet, as `check` warns of it.
+        """
+        setup = self.best.setup
+        asked = replace(setup, origins={"workload.seq_len": "--seq-len"})
+        faults = [*software_faults(setup, target_named(self.target)), *length_faults(asked)]
+        return (*faults, *capability_faults(setup, running=False))
 
     def as_json(self) -> dict[str, Any]:
         """The answer as plain JSON values, with the keys that the verb promises."""

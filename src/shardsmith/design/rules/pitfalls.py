@@ -31,8 +31,8 @@ ACROSS = Code(
 BUBBLE = Code(
     code="L202",
     title="few microbatches for the pipeline",
-    because="while the pipeline fills and empties ranks wait: 1F1B idles (P-1)/(m+P-1) of a step, m microbatches of "
-    "any size; it is their number that counts",
+    because="while the pipeline fills and empties ranks wait: 1F1B idles (P-1)/(m+P-1) of a step of even stages, m "
+    "microbatches of any size; it is their number that counts",
     severity="warning",
 )
 STREAMED = Code(
@@ -222,7 +222,7 @@ def _few(s: Subject, setup: Setup, e: Estimate) -> str:
     share = e.breakdown["bubble"] / e.step_time_s
     if plan.pipeline == 1 or share < 0.05:
         return ""
-    return f"{counted(m, 'microbatch')} for {plan.pipeline} pipeline ranks leave a bubble of {share:.1%}"
+    return f"{counted(m, 'microbatch')} for {plan.pipeline} pipeline ranks leave a bubble of {share:.1%} of the step"
 
 
 def _bubble_alone(s: Subject, setup: Setup, found: Estimate, other: Setup, e: Estimate) -> float:

@@ -37,7 +37,7 @@ def ways_out(hint: str, asked: dict[str, object]) -> list[dict[str, object]]:
             for key in part.removeprefix("leave out ").split(" or "):
                 kept = [text for text in asked["fix"] if not text.startswith(f"{key}=")]  # type: ignore[attr-defined]
                 found.append(asked | {"fix": kept})
-        else:
+        elif " = " in part:
             key, value = part.split(" = ")
             found.append(asked | {key: int(value)})
     return found

@@ -10,6 +10,7 @@ from shardsmith.design.cost.estimate import Estimate
 from shardsmith.errors import Fault
 from shardsmith.layout.capability import capability_faults
 from shardsmith.plan.setup import Setup
+from shardsmith.specs.cluster import link_warnings
 
 Verdict = Literal["followed", "beaten", "does not apply"]
 Objective = Literal["fastest", "fewest", "cheapest"]
@@ -122,8 +123,9 @@ class SearchResult:
 
     @property
     def warnings(self) -> tuple[Fault, ...]:
-        """What the best plan counts but the engine cannot train yet, as `check` warns of it."""
-        return tuple(capability_faults(self.best.setup, running=False))
+        """What is odd about the cluster, and what the best plan counts but the engine cannot train yet."""
+        setup = self.best.setup
+        return (*link_warnings(setup.cluster, setup.cluster.name), *capability_faults(setup, running=False))
 
     def as_json(self) -> dict[str, Any]:
         """The answer as plain JSON values, with the keys that the verb promises."""

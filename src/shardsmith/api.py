@@ -71,7 +71,7 @@ def check(setup: Setup | str | Path, *, running: bool = False, target: str | Non
     from shardsmith.design.cost.subject import DEFAULT_TARGET
     from shardsmith.design.planner.checked import price_checked
 
-    return price_checked(checked, target or DEFAULT_TARGET, anew=anew)
+    return price_checked(checked, DEFAULT_TARGET if target is None else target, anew=anew)
 
 
 def explain(code: str) -> Code:
@@ -276,7 +276,7 @@ def search(
                 seq_len=seq_len, global_batch=global_batch, dtype="bfloat16" if dtype == "float8" else dtype
             ),
             cluster=spec if nodes is None else spec.with_nodes(nodes),
-            target=(target or DEFAULT_TARGET) + (FLOAT8 if dtype == "float8" else ""),
+            target=(DEFAULT_TARGET if target is None else target) + (FLOAT8 if dtype == "float8" else ""),
             imbalance=imbalance,
             fixed=fixed_fields(fix),
             count=top,
@@ -325,7 +325,7 @@ def serve(
         tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        server=server_named(target or DEFAULT_SERVER),
+        server=server_named(DEFAULT_SERVER if target is None else target),
     )
     return search_serving(demand, top=top)
 

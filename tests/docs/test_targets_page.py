@@ -26,6 +26,7 @@ def row(t: Target) -> str:
         " / ".join(f"{share:g}" for share in hidden),
         ", ".join(f"`{name}`" for name in t.overlaps) or "none",
         t.selective,
+        ", ".join(f"`{name}`" for name in t.schedules) or "no pipeline",
         f"{m.weights:g} + {m.gradients:g} + {m.states_sharded:g}",
     )
     return "| " + " | ".join(cells) + " |"

@@ -359,7 +359,7 @@ def test_fixed_fields_hold() -> None:
         ({"fix": ["expert=2"]}, "E101", "leave expert out"),
         ({"fix": ["context=3"]}, "C202", "--seq-len: seq_len = 4096"),
         ({"fix": ["bucket_mb=-1"]}, "D102", "25.0"),
-        ({"fix": ["sequence_parallel=true", "tensor=1"]}, "L101", "fix fewer fields"),
+        ({"fix": ["sequence_parallel=true", "tensor=1"]}, "L101", "leave out sequence_parallel or tensor"),
         ({"model": "mixtral-8x7b", "fix": ["expert=16"]}, "E102", "1 or 2 or 4 or 8"),
         ({"days": 3.0}, "L104", "--tokens"),
         ({"days": 0.001, "tokens": 1e13}, "L103", "more days"),

@@ -13,7 +13,7 @@ from shardsmith.cli.common import OK, REFUSED, Answer, verb
 from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.errors import Refused
 from shardsmith.plan.stages import brief
-from shardsmith.units import counted, format_bytes, format_seconds
+from shardsmith.units import GIB, counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from shardsmith.design.cost.estimate import Estimate
@@ -39,6 +39,7 @@ def command(target: str | None, explain: bool, **options: Any) -> Answer:
 
 def _show(checked: Priced) -> tuple[RenderableType, ...]:
     setup, parts = checked.setup, [str(fault) + "\n" for fault in (*checked.errors, *checked.warnings)]
+    parts.append(_header(checked))
     verdict = "refused" if checked.errors else "legal"
     counts = f"{counted(len(checked.errors), 'error')}, {counted(len(checked.warnings), 'warning')}"
     parts.append(
@@ -47,6 +48,7 @@ def _show(checked: Priced) -> tuple[RenderableType, ...]:
     parts.append(f"plan: {(setup.plan if checked.errors else brief(setup)) or 'one rank'}")
     if checked.estimate is not None:
         return (*parts, *_price(checked, checked.estimate))
+    parts += checked.remarks
     if not checked.memory:
         return tuple(parts)
     table = Table(title="states of a rank, by stage (activations come on top)", title_justify="left")
@@ -58,6 +60,20 @@ def _show(checked: Priced) -> tuple[RenderableType, ...]:
     return (*parts, table)
 
 
+def _header(checked: Priced) -> str:
+    """What was judged: sizes that nobody stated are marked, as no price means much without them."""
+    setup = checked.setup
+    work, origins = setup.workload, setup.origins
+
+    def said(value: str, key: str) -> str:
+        return f"{value} (default)" if origins.get(f"workload.{key}") == "default" else value
+
+    batch = said(str(work.global_batch), "global_batch")
+    tokens = said(str(work.seq_len), "seq_len")
+    priced = f", priced as {checked.target}" if checked.target else ""
+    return f"a step of {batch} x {tokens} tokens in {work.dtype}{priced}"
+
+
 def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
     from shardsmith.design.reports.plan_tables import memory_table
 
@@ -67,11 +83,12 @@ def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
         f"step {format_seconds(e.step_time_s)} (80 % of runs: {format_seconds(low)} to {format_seconds(high)}), "
         f"MFU {e.mfu:.1%}, {e.tokens_per_s_per_gpu:,.0f} tokens/s a device"
     )
-    parts: list[RenderableType] = [text, checked.binds, table]
+    parts: list[RenderableType] = [text, *checked.remarks, checked.binds, table]
+    fits = e.peak <= (checked.setup.cluster.device.memory_gib or 0.0) * GIB
     if checked.better:
-        parts.append(_neighbours("better neighbours", checked.better))
+        parts.append(_neighbours("better neighbours" if fits else "neighbours that fit", checked.better))
     else:
-        parts.append("no single change that is legal and fits is faster")
+        parts.append(f"no single change that is legal {'and fits is faster' if fits else 'fits'}")
     if checked.barred:
         parts.append(_neighbours("faster, but too large for the device", checked.barred))
     if checked.anew:
@@ -93,6 +110,6 @@ def _neighbours(title: str, found: tuple[Neighbour, ...], whole: bool = False) -
     for column in (*(("#",) if whole else ()), "field", "from", "to", "time", "fullest rank"):
         table.add_column(column, no_wrap=True)
     for place, n in enumerate(found, 1):
-        cells = (n.axis, n.before, n.after, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
+        cells = (n.axis, n.before, n.becomes, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
         table.add_row(*((str(place),) if whole else ()), *cells)
     return table

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -64,6 +68,10 @@ def verb(function: Callable[..., Answer]) -> Callable[..., None]:
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; logs go to stderr.")
     @functools.wraps(function)
     def wrapper(*args: Any, as_json: bool, **kwargs: Any) -> None:
+        # A terminal or file in another encoding shows `?` for what it has no sign for.
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
         try:
             answer = function(*args, **kwargs)
         except Refused as refused:
@@ -71,20 +79,48 @@ def verb(function: Callable[..., Answer]) -> Callable[..., None]:
                 print_refusal(refused.faults, as_json=as_json)
             sys.exit(REFUSED)
         except OSError as error:
-            path = str(error.filename) if error.filename is not None else "a file"
-            reason = error.strerror or str(error)
-            fault = FILE.fault(f"{path}: {reason}", ("path", path), hint="a path that this user may read and write")
-            print_refusal((fault,), as_json=as_json)
+            print_refusal((_unwritten(error, "a file"),), as_json=as_json)
             sys.exit(REFUSED)
-        if as_json and not answer.silent:
-            click.echo(json.dumps(answer.data, indent=1))
-        elif not answer.silent:
-            for item in answer.show:
-                console = console_for(sys.stdout, width_of(item) if isinstance(item, Table) else 0)
-                console.print(item, soft_wrap=isinstance(item, str))
+        try:
+            print_answer(answer, as_json=as_json)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            print_refusal((_unwritten(error, "standard output"),), as_json=False)
+            sys.exit(REFUSED)
         sys.exit(answer.exit_code)
 
     return wrapper
+
+
+def _unwritten(error: OSError, what: str) -> Fault:
+    path = str(error.filename) if error.filename is not None else what
+    reason = error.strerror or str(error)
+    return FILE.fault(f"{path}: {reason}", ("path", path), hint="a path that this user may read and write")
+
+
+def print_answer(answer: Answer, *, as_json: bool) -> None:
+    """What a verb found on stdout, as JSON or for a person. Raises `OSError` where stdout takes nothing more."""
+    if as_json and not answer.silent:
+        click.echo(json.dumps(answer.data, indent=1))
+    elif not answer.silent:
+        for item in answer.show:
+            console = console_for(sys.stdout, width_of(item) if isinstance(item, Table) else 0)
+            console.print(item, soft_wrap=isinstance(item, str))
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise the `OSError` now that writing these files would raise after the work."""
+    for path in paths:
+        if path is None:
+            continue
+        there = next((folder for folder in path.parents if folder.exists()), Path())
+        if path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not there.is_dir():
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        if not os.access(path if path.exists() else there, os.W_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def console_for(stream: Any, least: int = 0) -> Console:

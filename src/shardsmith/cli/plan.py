@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, room_in, verb, width_of
+from shardsmith.cli.common import Answer, check_writable, room_in, verb, width_of
 from shardsmith.cli.serving import named, serving_options
 from shardsmith.plan.stages import brief
 from shardsmith.specs.job import Dtype
@@ -82,6 +82,7 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
     Training needs --global-batch and --seq-len; with --serve the layouts are for inference, and --context and
     --concurrency say what is served.
     """
+    check_writable(html, out)
     model, cluster = named(options)
     found = api.search(
         model,
@@ -124,7 +125,7 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
     best = found.best
     s = best.setup
     parts: list[RenderableType] = [
-        f"{s.model.name}, {s.workload.global_batch} x {s.workload.seq_len} tokens in {s.workload.dtype}, on "
+        f"{s.model.name}, {s.workload.global_batch} x {s.workload.seq_len} tokens in {_dtype(found)}, on "
         f"{s.cluster.devices} x {s.cluster.device.name}, priced as {found.target}",
         *_ranking(found.plans, room_in(sys.stdout)),
         f"best: {brief(s)}",
@@ -135,7 +136,7 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
     if found.totals:
         t = found.totals
         parts.append(
-            f"{t['days']:.1f} days, {t['device_hours']:,.0f} device hours, goodput {t['goodput']:.1%} "
+            f"{_duration(t['days'])}, {_hours(t['device_hours'])} device hours, goodput {t['goodput']:.1%} "
             f"on {counted(s.cluster.nodes, 'node')}"
         )
     if found.robust is not best:
@@ -148,7 +149,24 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
     parts.append("assumed:\n" + "\n".join(f"- {line}" for line in found.assumptions))
     counts = f"{found.searched:,} plans weighed by memory and time, {found.priced:,} of them priced on their own"
     parts.append(f"{counts}; {found.dismissed:,} ruled out by bounds before; {found.seconds:.2f} s")
+    # Last, as nothing of it changes the figures: what the software cannot run, or the engine not train yet.
     return (*parts, *("\n" + str(fault) for fault in found.warnings))
+
+
+def _dtype(found: SearchResult) -> str:
+    """What is computed in; with products in float8 both dtypes."""
+    from shardsmith.design.targets import FLOAT8
+
+    dtype = found.best.setup.workload.dtype
+    return f"float8 (matrix products) and {dtype}" if found.target.endswith(FLOAT8) else dtype
+
+
+def _duration(days: float) -> str:
+    return f"{days:.1f} days" if days >= 1.0 else format_seconds(days * 86400.0)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def _briefly(choices: tuple[Choice, ...]) -> list[Plan]:
@@ -216,7 +234,7 @@ def _neighbours(choice: Choice) -> Table:
     for n in choice.neighbours:
         time = "" if n.ratio is None else f"{n.ratio - 1:+.1%}"
         size = "" if n.peak_gib is None else f"{n.peak_gib:.1f} GiB"
-        table.add_row(n.axis, n.before, n.after, time, size, n.reason)
+        table.add_row(n.axis, n.before, n.becomes, time, size, n.reason)
     return table
 
 

@@ -92,4 +92,5 @@ def _answer(asked: dict[str, Any], shared: dict[str, Any]) -> Answer:
         dtype=asked["weights_dtype"],
         cache_dtype=asked["cache_dtype"],
     )
-    return Answer(data=found.as_json(), show=serving_tables(found))
+    warnings = (str(fault) + "\n" for fault in found.warnings)
+    return Answer(data=found.as_json(), show=(*warnings, *serving_tables(found)))

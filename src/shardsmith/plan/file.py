@@ -134,7 +134,8 @@ def make_setup(
     else:
         assert file is not None, "one of the two was given"
         tables = file_tables(file, faults)
-    for section, name in (("model", model or (DEFAULT_MODEL if plan is not None else None)), ("cluster", cluster)):
+    named = DEFAULT_MODEL if model is None and plan is not None else model
+    for section, name in (("model", named), ("cluster", cluster)):
         if name is not None:
             tables.tables[section] = {}
             tables.put(section, "preset", name, f"--{section}")

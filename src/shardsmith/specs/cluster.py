@@ -21,7 +21,7 @@ PeakDtype = Literal["float64", "float32", "bfloat16", "float16", "float8"]
 POSITIVE_FIGURE = Code(
     code="H102",
     title="a figure of a cluster must be positive",
-    because="a device or link without any capacity cannot take part",
+    because="a device or link without any capacity cannot take part, nor is there a cluster without devices",
 )
 LEVELS = Code(
     code="H103",
@@ -150,7 +150,8 @@ def cluster_faults(spec: ClusterSpec, source: str, sources: Mapping[str, str] | 
         shown = str(value) if isinstance(value, int) else f"{value:g}"  # a huge int has no float
         said = (origin_of(key.split("."), source, sources or {}), f"{key} = {shown}")
         if value <= 0:
-            faults.append(POSITIVE_FIGURE.fault(f"{key} must be greater than zero", said))
+            message, hint = f"{key} must be greater than zero", f"{key} from {least:g} to {most:g}"
+            faults.append(POSITIVE_FIGURE.fault(message, said, hint=hint))
         elif not least <= value <= most:
             message = f"{key} = {shown} is outside {least:g} to {most:g}"
             faults.append(ABSURD.fault(message, said, hint=f"{key} from {least:g} to {most:g}"))

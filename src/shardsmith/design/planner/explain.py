@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,19 +14,23 @@ from shardsmith.design.cost.layouts import ORDERS, RECOMPUTE, layouts_of
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import Subject
+from shardsmith.design.planner.fixed import OneOf, held_values
 from shardsmith.design.planner.result import Neighbour
+from shardsmith.design.rules.changes import changes, typed
 from shardsmith.errors import Refused
 from shardsmith.layout.check import examine
 from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup, shown
-from shardsmith.plan.stages import brief, settled, stages_per_rank
+from shardsmith.plan.stages import brief, even_layers, placement_of, settled, stages_per_rank
 from shardsmith.schedule import orders
 from shardsmith.units import GIB
 
 TIGHT = 0.9
 """Share of the memory from which it is said to bind."""
+MOST_STAGES = 16
+"""Stages up to which a table lists their layers."""
 
 
 def binding(e: Estimate, limit: float) -> str:
@@ -46,15 +50,15 @@ def binding(e: Estimate, limit: float) -> str:
 
 
 def neighbours(
-    s: Subject, setup: Setup, found: Estimate, limit: float, held: Collection[str] = ()
+    s: Subject, setup: Setup, found: Estimate, limit: float, held: Mapping[str, Any] | None = None
 ) -> tuple[Neighbour, ...]:
     """Every plan one step away from `setup`: its time over this plan's, its memory, or why it is not legal.
 
     A degree moves to the next one that divides the devices, and the data ranks (for data: the pipeline) make up
-    for it; a microbatch that no longer divides becomes the next smaller one that does. A step that moves one of the
-    fields that are `held` says so.
+    for it; a microbatch that no longer divides becomes the next smaller one that does. Two steps to the same plan are
+    one. A step that moves one of the fields that are `held` to a value that they may not have says so.
     """
-    moved, own = list(_moves(s, setup)), brief(setup)
+    moved, own = _moved(s, setup), setup.plan
     sound, reasons = [], {}
     for at, (_, plan) in enumerate(moved):
         other = _settled(replace(setup, plan=plan))
@@ -75,20 +79,27 @@ def neighbours(
         short = f"holds {size / GIB:.1f} GiB, {(size - limit) / GIB:.1f} too many" if size > limit else ""
         # A split of layers that was weighed for these stages is another one for others.
         free = () if axis == "layers" else ("layers",)
-        moves = [k for k in held if k not in free and getattr(plan, k) != getattr(setup.plan, k)]
-        fixed = "held: " + ", ".join(f"{k} = {shown(getattr(setup.plan, k))}" for k in moves) if moves else ""
+        moves = [k for k in held or {} if k not in free and getattr(plan, k) != getattr(setup.plan, k)]
+        moves = [k for k in moves if held and getattr(plan, k) not in held_values(held, k)]
+        fixed = "held: " + ", ".join(f"{k} = {_held(held, k, setup.plan)}" for k in moves) if held and moves else ""
         out.append(
             Neighbour(
                 axis=axis,
-                before=shown(getattr(own, axis)),
-                after=shown(getattr(plan, axis)),
-                plan=str(plan),
+                before=_value(setup, own, axis),
+                after=_value(setup, plan, axis),
+                beside=tuple(changes(setup, plan, without=axis)),
+                plan=str(brief(replace(setup, plan=plan))),
                 ratio=None if at in reasons else seconds / found.step_time_s,
                 peak_gib=None if at in reasons else size / GIB,
                 reason=reasons.get(at, fixed or short),
             )
         )
     return tuple(out)
+
+
+def _held(held: Mapping[str, Any], key: str, plan: Plan) -> str:
+    """What a field is held to: its own value, or all that it may have."""
+    return str(held[key]) if isinstance(held[key], OneOf) else shown(getattr(plan, key))
 
 
 def degree_steps(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
@@ -99,6 +110,25 @@ def degree_steps(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
             continue
         for value in _steps(axis, plan, s):
             yield axis, _fitted(plan, setup, **_with_degree(plan, axis, value))
+
+
+def _moved(s: Subject, setup: Setup) -> list[tuple[str, Plan]]:
+    """(field, plan) of every step, each plan once and in words that can be typed."""
+    found: dict[Plan, str] = {}
+    for axis, plan in _moves(s, setup):
+        found.setdefault(typed(setup, plan), axis)
+    return [(axis, plan) for plan, axis in found.items() if plan != setup.plan]
+
+
+def _value(setup: Setup, plan: Plan, axis: str) -> str:
+    """A field of a legal plan as a table shows it, in numbers where they follow from others."""
+    if axis == "layers":
+        even = even_layers(setup.model.layers, len(placement_of(plan)))
+        value = brief(replace(setup, plan=plan)).layers or even
+        return "even" if value == even and len(even) > MOST_STAGES else shown(value)
+    if axis in ("microbatch", "microbatches"):
+        return shown(getattr(batching(plan, setup.workload), axis))
+    return shown(stages_per_rank(plan) if axis == "stages_per_rank" else getattr(plan, axis))
 
 
 def _settled(setup: Setup) -> Setup | None:
@@ -117,8 +147,9 @@ def _moves(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
         if plan.zero:
             yield "replicate", plan.with_(replicate=value)
     each = setup.workload.global_batch // plan.data
+    name = "microbatches" if plan.microbatch is None and plan.microbatches is not None else "microbatch"
     for value in _around(divisors(each), batching(plan, setup.workload).microbatch):
-        yield "microbatch", plan.with_(microbatch=value, microbatches=each // value)
+        yield name, plan.with_(microbatch=value, microbatches=each // value)
     for level in (plan.zero - 1, plan.zero + 1):
         if 0 <= level <= 3 and plan.shard * plan.context > 1:
             yield "zero", plan.with_(zero=level, replicate=plan.replicate if level else 1)
@@ -147,7 +178,8 @@ def _pipelines(s: Subject, plan: Plan) -> Iterator[tuple[str, Plan]]:
         for value in (stages_per_rank(plan) - 1, stages_per_rank(plan) + 1):
             if value >= 2 and value * plan.pipeline <= s.model.layers:
                 yield "stages_per_rank", plan.with_(stages_per_rank=value, layers=None)
-    yield "layers", plan.with_(layers=None if plan.layers else "weighed")
+    even = even_layers(s.model.layers, len(placement_of(plan)))
+    yield "layers", plan.with_(layers=even if plan.layers else "weighed")
 
 
 def _orders(plan: Plan) -> Iterator[str]:

@@ -14,10 +14,17 @@ from shardsmith.plan.precision import Precision
 
 
 def frame_bytes(s: Subject, p: Layouts, kinds: Precision) -> Array:
-    """Bytes of plans however their layers are run: with all of them recomputed, and cut over tensor ranks."""
-    full = np.full(len(p), float(RECOMPUTE.index("full")))
-    least = p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0), recompute=full)
-    return np.maximum(first_rank_bytes(s, least, kinds), mean_rank_bytes(s, least, kinds))
+    """Bytes of plans however their layers are run: cut over tensor ranks, and all of them recomputed.
+
+    Of the layer at work everything is held once more then, so a rank that has few of them holds less with a part
+    recomputed.
+    """
+    split = p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0))
+    part, full = (
+        split.with_(recompute=np.full(len(p), float(RECOMPUTE.index(name)))) for name in ("selective", "full")
+    )
+    first = np.minimum(first_rank_bytes(s, part, kinds), first_rank_bytes(s, full, kinds))
+    return np.maximum(first, mean_rank_bytes(s, full, kinds))
 
 
 def first_rank_bytes(s: Subject, p: Layouts, kinds: Precision) -> Array:
@@ -32,7 +39,9 @@ def mean_rank_bytes(s: Subject, p: Layouts, kinds: Precision) -> Array:
     """Bytes of the mean rank: its part of all layers, one microbatch of which is in flight."""
     dense = float(s.model.experts.first_dense if s.model.experts else s.model.layers)
     part, sparse = 1.0 / p.pipeline, float(s.model.layers) - dense
-    share = Share(dense=dense * part, sparse=sparse * part, embedding=part, head=part, rank=p.pipeline - 1.0)
+    # A tied matrix stands once where one rank has both ends.
+    head = part * (1.0 - s.model.tied)
+    share = Share(dense=dense * part, sparse=sparse * part, embedding=part, head=head, rank=p.pipeline - 1.0)
     # Layers of a kind differ by rank, and so does what is gathered of them: left out.
     whole = [replace(states(s, _most_sharded(p, level), kinds, share), gathered=0.0 * part) for level in (2.0, 3.0)]
     kept, _ = kept_layer(s, p, batch_of(s, p, kinds))

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, lcm
+from math import inf, lcm, prod
 from typing import Any
 
-from shardsmith.design.cost.layouts import ORDERS
+from shardsmith.design.cost.layouts import ORDERS, OVERLAPS
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import DEFAULT_TARGET
-from shardsmith.design.planner.goodput import Failures
+from shardsmith.design.planner.fixed import OneOf, combinations, held_values, word
+from shardsmith.design.planner.goodput import HOURS_BETWEEN_FAILURES, Failures
 from shardsmith.design.planner.result import Objective
 from shardsmith.design.planner.space import SHAPE
-from shardsmith.errors import Code, Fault, Refused
+from shardsmith.errors import Code, Fault, Refused, raise_errors
 from shardsmith.layout.check import MOST, MOST_DATA, TOO_LARGE, axis_faults, length_faults
 from shardsmith.layout.check import size_faults as plan_size_faults
 from shardsmith.plan.batch import TOO_SMALL
-from shardsmith.plan.line import parse_plan_line, plan_table
+from shardsmith.plan.line import TWICE, parse_plan_line, pieces, plan_table
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.cluster import ClusterSpec
@@ -28,7 +29,8 @@ from shardsmith.units import GIB
 UNSEARCHED = Code(
     code="L105",
     title="a value that the search does not vary",
-    because="a grid from a file or a list of layers belongs to one plan; the search compares what it can build itself",
+    because="a grid from a file or a list of layers belongs to one plan; the search compares what it can build itself, "
+    "and fields that are no part of its space have one value",
 )
 GOAL = Code(
     code="L104",
@@ -82,7 +84,7 @@ class Question:
 
     @property
     def varied(self) -> dict[str, Any]:
-        """Fields of the search that are held to one value."""
+        """Fields of the search that are held, to one value each or to some (`OneOf`)."""
         return {key: value for key, value in self.fixed.items() if key in VARIED}
 
     def on(self, nodes: int) -> Question:
@@ -98,19 +100,65 @@ class Question:
 
 
 def fixed_fields(texts: Sequence[str]) -> dict[str, Any]:
-    """Plan fields to hold, from `key=value` texts. Raises `Refused` for what is no plan field or cannot be searched."""
+    """Plan fields to hold, from `key=value` or `key=one|other` texts.
+
+    Raises `Refused` with everything at once: what is no plan field or has no such value, and what is not searched.
+    """
     faults: list[Fault] = []
-    line = ",".join(texts)
-    named = plan_table(line, "--fix", faults)
-    plan = parse_plan_line(line, source="--fix")
-    fixed = {key: getattr(plan, key) for key in named}
-    for key, legal in (("schedule", SCHEDULES), ("layers", (None, "weighed")), ("order", ORDERS)):
-        if key in fixed and fixed[key] not in legal:
-            message, hint = f"{key} = {fixed[key]} is not searched", "one of " + ", ".join(str(v) for v in legal if v)
-            faults.append(UNSEARCHED.fault(message, ("--fix", f"{key} = {fixed[key]}"), hint=hint))
-    if faults:
-        raise Refused(faults)
-    return fixed
+    pairs = [_alternatives(piece) for piece in pieces(",".join(texts))]
+    first = ",".join(text for text, *_ in pairs)
+    named = plan_table(first, "--fix", [])
+    held: dict[str, list[Any]] = {key: [] for key in named}
+    # The first of each together, as only then it shows that one is given twice; the others one by one.
+    for line in (first, *(text for _, *others in pairs for text in others)):
+        try:
+            plan = parse_plan_line(line, source="--fix")
+        except Refused as refused:
+            faults += [_both(fault) for fault in refused.faults]
+            continue
+        for key in plan_table(line, "--fix", []):
+            held[key].append(_canonical(key, getattr(plan, key)))
+    raise_errors(faults)
+    for key, values in held.items():
+        faults += _unsearched(key, values)
+    raise_errors(faults)
+    return {key: values[0] if len(values) == 1 else OneOf(tuple(dict.fromkeys(values))) for key, values in held.items()}
+
+
+def _alternatives(piece: str) -> list[str]:
+    """`key=one` and `key=other` of `key=one|other`; no overlap reads `none`."""
+    key, equals, value = piece.partition("=")
+    if not equals or '"' in value:
+        return [piece]
+    nothing = key.strip() == "overlap"
+    values = ("[]" if nothing and one.strip() == "none" else one for one in value.split("|"))
+    return [f"{key}={one}" for one in values]
+
+
+def _both(fault: Fault) -> Fault:
+    """A field that is given twice may have either value, said so."""
+    if fault.code != TWICE.code:
+        return fault
+    key = fault.message.partition(" ")[0]
+    return replace(fault, hint=f"keep one {key}, or --fix '{key}=ONE|OTHER' for either of two values")
+
+
+def _canonical(key: str, value: Any) -> Any:
+    return tuple(sorted(value, key=OVERLAPS.index)) if key == "overlap" else value
+
+
+def _unsearched(key: str, values: Sequence[Any]) -> list[Fault]:
+    """Values that no plan of the search has, and several of a field that the search does not vary."""
+    legal: dict[str, Sequence[Any]] = {"schedule": SCHEDULES, "layers": (None, "weighed"), "order": ORDERS}
+    faults = []
+    for value in values:
+        if key in legal and value not in legal[key]:
+            message, hint = f"{key} = {value} is not searched", "one of " + ", ".join(str(v) for v in legal[key] if v)
+            faults.append(UNSEARCHED.fault(message, ("--fix", f"{key} = {value}"), hint=hint))
+    if len(values) > 1 and key not in VARIED:
+        said = ("--fix", f"{key} = {OneOf(tuple(values))}")
+        faults.append(UNSEARCHED.fault(f"the search does not vary {key}", said, hint=f"{key}={word(values[0])}"))
+    return faults
 
 
 def size_faults(q: Question) -> list[Fault]:
@@ -127,25 +175,57 @@ def size_faults(q: Question) -> list[Fault]:
             faults.append(TOO_SMALL.fault(f"{key} = {value} is below 1", said, hint="1"))
         if value > most:
             faults.append(TOO_LARGE.fault(f"{key} = {value} is above {most:,}", said, hint=f"{most} or less"))
-    positive = {"memory_gib": q.memory_gib, "tokens": q.tokens, "days": q.goal_days}
-    positive |= {"mtbf_hours": q.failures.device_hours, "checkpoint_minutes": q.failures.interval_s}
-    for key, figure in positive.items():
+    between = q.failures.interval_s
+    positive = {
+        "memory_gib": (q.memory_gib, f"{q.cluster.device.memory_gib or 80:g} or less"),
+        "tokens": (q.tokens, "1e12"),
+        "days": (q.goal_days, "30"),
+        "mtbf_hours": (q.failures.device_hours, f"{HOURS_BETWEEN_FAILURES:g}"),
+        "checkpoint_minutes": (None if between is None else between / 60.0, "30"),
+    }
+    for key, (figure, such_as) in positive.items():
         if figure is not None and not 0 < figure < inf:
             said = (f"--{key.replace('_', '-')}", f"{key} = {figure:g}")
-            faults.append(TOO_SMALL.fault(f"{key} = {figure:g} is no number above 0", said))
+            faults.append(TOO_SMALL.fault(f"{key} = {figure:g} is no number above 0", said, hint=such_as))
     faults += _without_effect(q)
     if not faults:
-        setup = _setup(q, Plan(**q.fixed))
-        faults += plan_size_faults(setup) + [fault for fault in length_faults(setup) if fault.severity == "error"]
-    return faults
+        setups = [_setup(q, Plan(**held)) for held in _each_alone(q.fixed)]
+        faults += [fault for setup in setups for fault in plan_size_faults(setup)]
+        faults += [fault for fault in length_faults(setups[0]) if fault.severity == "error"]
+    if not faults:
+        several = {key: held_values(q.fixed, key) for key in q.fixed if isinstance(q.fixed[key], OneOf)}
+        alone = [replace(q, fixed={key: value}) for key, values in several.items() for value in values]
+        faults += [fault for one in alone for fault in fixed_faults(one)]
+    return list(dict.fromkeys(faults))
+
+
+def _each_alone(fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The first value of every held field, then each further value with the first ones of all others."""
+    first = {key: held_values(fixed, key)[0] for key in fixed}
+    return [first, *(first | {key: value} for key in fixed for value in held_values(fixed, key)[1:])]
 
 
 def fixed_faults(q: Question) -> list[Fault]:
-    """Errors of the held fields alone, with as many ranks beside them as they can use: no other choice mends them."""
-    held = Plan(**q.fixed)
-    beside = {"context": held.ulysses, "data": lcm(held.replicate, held.expert * held.expert_tensor)}
-    plan = held.with_(**{key: value for key, value in beside.items() if key not in q.fixed})
-    return [fault for fault in axis_faults(_setup(q, plan)) if fault.severity == "error"]
+    """Errors of the held fields alone, with as many ranks beside them as they can use: no other choice mends them.
+
+    Empty where some of the values that they may have go together.
+    """
+    every = []
+    for fixed in combinations(q.fixed):
+        held = Plan(**fixed)
+        beside = {"context": held.ulysses, "data": lcm(held.replicate, held.expert * held.expert_tensor)}
+        plan = held.with_(**{key: value for key, value in beside.items() if key not in fixed})
+        found = [fault for fault in axis_faults(_setup(q, plan)) if fault.severity == "error"]
+        if not found:
+            return []
+        every += found
+    return list(dict.fromkeys(every))
+
+
+def held_ranks(q: Question) -> int:
+    """The fewest ranks that the degrees that are held make together."""
+    degrees = ("tensor", "context", "pipeline", "data")
+    return prod(min(held_values(q.fixed, key)) for key in degrees if key in q.fixed)
 
 
 def _setup(q: Question, plan: Plan) -> Setup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import ceil, prod
 from time import perf_counter
 
 import numpy as np
@@ -12,33 +11,22 @@ import numpy as np
 from shardsmith.design.cost.estimate import estimate_plans
 from shardsmith.design.cost.layouts import Layouts
 from shardsmith.design.cost.price import price
-from shardsmith.design.cost.subject import Subject, make_subject
+from shardsmith.design.cost.subject import Subject
 from shardsmith.design.planner.bounded import Bounded
 from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.goodput import days
 from shardsmith.design.planner.plans import setup_of
-from shardsmith.design.planner.question import GOAL, Question, fixed_faults, size_faults
+from shardsmith.design.planner.question import GOAL, Question, size_faults
+from shardsmith.design.planner.refusal import refuse, space_asked, subject_asked
 from shardsmith.design.planner.result import Choice, SearchResult
-from shardsmith.design.planner.space import SHAPE, Space
 from shardsmith.design.planner.thumb import rule_notes
 from shardsmith.design.targets import FLOAT8
 from shardsmith.errors import Code, raise_errors
 from shardsmith.plan.batch import divisors
-from shardsmith.plan.plan import Plan
 from shardsmith.specs.model import parameter_count
-from shardsmith.units import GIB, counted
+from shardsmith.units import counted
 
-NO_LAYOUT = Code(
-    code="L101",
-    title="no legal layout",
-    because="every rank needs a device, every data rank an equal part of the batch, every stage a layer",
-)
-NOTHING_FITS = Code(
-    code="L102",
-    title="no layout fits",
-    because="on every rank weights, states, activations, logits and buffers have to fit into the device's memory",
-)
 TOO_SLOW = Code(
     code="L103",
     title="no number of nodes is fast enough",
@@ -61,26 +49,19 @@ def search(question: Question) -> SearchResult:
         )
     if q.objective != "fastest":
         q = q.on(_nodes(q))
-    s = _subject(q)
+    elif q.tokens is not None:
+        q.failures.goodput(q.cluster.devices or 1)
+    s = subject_asked(q)
     found, bounded = _run(s, q)
     return _answer(q, s, found, bounded, start)
 
 
-def _subject(q: Question) -> Subject:
-    return make_subject(q.model, q.workload, q.cluster, q.target, imbalance=q.imbalance)
-
-
-def _space(q: Question, s: Subject) -> Space:
-    assert s.cluster.devices, "a cluster of unknown size has been refused"
-    return Space(subject=s, world=s.cluster.devices, fixed=q.varied, base=q.base)
-
-
 def _run(s: Subject, q: Question, count: int | None = None) -> tuple[Found, Bounded]:
-    space = _space(q, s)
+    space = space_asked(q, s)
     bounded = Bounded(space=space, limit=q.limit, count=count or q.count)
     found = bounded.run()
     if not found.plans:
-        _refuse(s, q, space, found)
+        refuse(s, q, space, found)
     return found, bounded
 
 
@@ -122,8 +103,8 @@ def pareto(q: Question, choices: Sequence[Choice], bounded: Bounded) -> tuple[Ch
     every = [] if q.fronts else list(choices)
     for nodes in dict.fromkeys(q.fronts):
         on = q.on(nodes)
-        s = _subject(on)
-        search = bounded if nodes == q.cluster.nodes else Bounded(space=_space(on, s), limit=on.limit)
+        s = subject_asked(on)
+        search = bounded if nodes == q.cluster.nodes else Bounded(space=space_asked(on, s), limit=on.limit)
         every += _choices(s, on, list(_smaller(search)))
     return tuple(sorted(_unbeaten(every), key=lambda c: (c.setup.plan.world, c.estimate.step_time_s)))
 
@@ -227,7 +208,11 @@ def _candidates(q: Question) -> Sequence[int]:
     share = 1.0 if q.model.experts is None else q.model.experts.top_k / q.model.experts.count
     floor = 6.0 * parameter_count(q.model) * share * q.tokens / (peak * q.goal_days * 86400.0) / each
     assert tokens_a_step > 0, "sizes are at least 1"
-    return [n for n in _even(q, each) if n >= floor * 0.5]
+    found = [n for n in _even(q, each) if n >= floor * 0.5]
+    lasting = [n for n in found if q.failures.lost(n * each) < 1.0]
+    if found and not lasting:
+        q.failures.goodput(found[0] * each)
+    return lasting
 
 
 def _even(q: Question, each: int) -> list[int]:
@@ -244,71 +229,9 @@ def _even(q: Question, each: int) -> list[int]:
 
 def _fastest(q: Question, below: float = np.inf) -> float | None:
     """Step time of the best plan; None where none is legal, fits and takes less than `below` seconds."""
-    s = _subject(q)
-    found = Bounded(space=_space(q, s), limit=q.limit).run(below)
+    s = subject_asked(q)
+    found = Bounded(space=space_asked(q, s), limit=q.limit).run(below)
     return float(found.best.min()) if found.plans else None
-
-
-def _refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
-    """Say why there is no plan, and what would help."""
-    world = space.world
-    said = [(s.cluster.name, f"devices = {world}"), (s.model.name, f"layers = {s.model.layers}")]
-    said.append(("--global-batch", f"global_batch = {s.workload.global_batch}"))
-    said += [("--fix", f"{key} = {value}") for key, value in q.fixed.items()]
-    if found.total == 0:
-        raise_errors(fixed_faults(q))
-        near = _nearest_batch(s, q)
-        if near == s.workload.global_batch:
-            raise NO_LAYOUT.refuse("nothing that is legal has all fields that are held", *said, hint="fix fewer fields")
-        hint = f"global_batch = {near}" if near else "another number of nodes"
-        raise NO_LAYOUT.refuse(
-            f"no product of degrees makes {counted(world, 'rank')} with a batch of {s.workload.global_batch}",
-            *said,
-            hint=hint + (", or fix fewer fields" if q.fixed else ""),
-        )
-    smallest, size = smallest_plan(s, q, space)
-    need = size / GIB
-    more = _enough(q)
-    hints = [f"nodes = {more}"] if more else []
-    capped = q.memory_gib is not None and need <= (s.cluster.device.memory_gib or 0.0)
-    hints.append(f"memory_gib = {ceil(need * 10) / 10:g}" if capped else f"a device with {need:.1f} GiB")
-    hints.append("a shorter sequence, or a smaller model")
-    limit = q.limit / GIB
-    raise NOTHING_FITS.refuse(
-        f"{s.model.name} on {counted(world, 'device')}: the nearest layout, {smallest}, "
-        f"holds {need:.1f} GiB on its fullest rank, {need - limit:.1f} GiB more than the {limit:.1f} GiB there are",
-        (s.cluster.name if q.memory_gib is None else "--memory-gib", f"memory_gib = {limit:g}"),
-        *said,
-        hint=", or ".join(hints),
-    )
-
-
-def _nearest_batch(s: Subject, q: Question) -> int | None:
-    """The least batch from the one asked for on, but no more than fixed fields say, that some degrees divide."""
-    batch, fixed = s.workload.global_batch, q.varied
-    # As many sequences as there are ranks can be shared by any number of data ranks.
-    assert s.cluster.devices, "a cluster of unknown size has been refused"
-    work = replace(s.workload, global_batch=s.cluster.devices)
-    every = _space(q, make_subject(s.model, work, s.cluster, s.target.name, imbalance=s.imbalance)).shapes
-    parts = [fixed[key] for key in ("microbatch", "microbatches") if fixed.get(key)]
-    units = {int(data) * prod(parts) for data in every[:, SHAPE.index("data")]}
-    return min((unit if len(parts) > 1 else ceil(batch / unit) * unit for unit in units), default=None)
-
-
-def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
-    """The plan that comes nearest to fitting, of the usual ones, and bytes of its fullest rank."""
-    found = Bounded(space=space.thin(), limit=q.limit).leanest()
-    (plan,) = found.plans.values()
-    return setup_of(s, plan, 0, q.base).plan, found.limit
-
-
-def _enough(q: Question) -> int | None:
-    """The first doubling of nodes on which one of the usual plans fits: to try all takes long where none does."""
-    for factor in (2, 4, 8, 16, 32):
-        more = q.on(q.cluster.nodes * factor)
-        if Bounded(space=_space(more, _subject(more)).thin(), limit=q.limit).leanest(q.limit).limit <= q.limit:
-            return more.cluster.nodes
-    return None
 
 
 def assumptions(q: Question) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.layouts import ORDER_AXES, ORDERS, OVERLAPS, RECOMPUTE
 from shardsmith.design.cost.schedules import SCHEDULES, as_fast
 from shardsmith.design.cost.subject import Subject
+from shardsmith.design.planner.fixed import held_values
 from shardsmith.layout.check import axis_faults
 from shardsmith.layout.overlap import overlap_faults
 from shardsmith.plan.batch import divisors
@@ -31,13 +32,18 @@ Index = NDArray[np.intp]
 SHAPE = ("tensor", "replicate_kv", "context", "ulysses", "pipeline", "data", "expert", "expert_tensor")
 DEGREES = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor")
 """Degrees that tell one entry of the ranking from another."""
+HALVING = 2 ** OVERLAPS.index("half_microbatches")
+"""The overlap that needs an even number of sequences."""
 PLENTY = 4
 """Microbatches a rank that every schedule can run with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All legal plans on `world` devices; `fixed` holds plan fields to one value, `base` has those that do not vary."""
+    """All legal plans on `world` devices; `base` has the fields that do not vary.
+
+    `fixed` holds fields to one value each, or to some of them (`OneOf`).
+    """
 
     subject: Subject
     world: int
@@ -56,7 +62,7 @@ class Space:
 
     def allows(self, key: str, value: Any) -> bool:
         """Whether `key` may have `value`."""
-        return key not in self.fixed or bool(self.fixed[key] == value)
+        return key not in self.fixed or value in held_values(self.fixed, key)
 
     def _setup(self, **degrees: Any) -> Setup:
         s = self.subject
@@ -127,24 +133,24 @@ class Space:
         """(microbatch, microbatches) of each data rank."""
         each = self.subject.workload.global_batch // data
         found = [(size, each // size) for size in divisors(each)]
-        halved = "half_microbatches" in self.fixed.get("overlap", ())
-        wanted = [(a, b) for a, b in found if self.allows("microbatch", a) and self.allows("microbatches", b)]
-        return [(a, b) for a, b in wanted if a % 2 == 0 or not halved]
+        return [(a, b) for a, b in found if self.allows("microbatch", a) and self.allows("microbatches", b)]
 
-    def inner(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
-        """(sequence_parallel, recompute, overlap) options of layers with these degrees."""
-        key = (tensor, context)
+    def inner(self, tensor: int, context: int, microbatch: int) -> list[tuple[int, int, int]]:
+        """(sequence_parallel, recompute, overlap) options of layers with these degrees and sequences."""
+        key = (tensor, context, microbatch % 2)
         if key not in self._inner:
-            self._inner[key] = self._layers(tensor, context)
+            self._inner[key] = self._layers(*key)
         return self._inner[key]
 
     @cached_property
-    def _inner(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+    def _inner(self) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
         return {}
 
-    def _layers(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
+    def _layers(self, tensor: int, context: int, odd: int) -> list[tuple[int, int, int]]:
         split = [False, True] if self._splits(tensor, context) else [False]
         policies = self.policies if tensor > 1 else [0]
+        if odd:
+            policies = [bits for bits in policies if not bits & HALVING]
         found = []
         for flag in split:
             for again, name in enumerate(RECOMPUTE):
@@ -159,7 +165,7 @@ class Space:
     def policies(self) -> list[int]:
         """Overlaps that the model can have, of none, those that the target offers and what is fixed."""
         offered = [(), *((name,) for name in self.subject.target.overlaps)]
-        wanted = [tuple(self.fixed["overlap"])] if "overlap" in self.fixed else offered
+        wanted = [tuple(names) for names in held_values(self.fixed, "overlap")] if "overlap" in self.fixed else offered
         return [sum(2 ** OVERLAPS.index(name) for name in names) for names in wanted if self._overlaps(names)]
 
     def _overlaps(self, names: tuple[Overlap, ...], schedule: str = "one_f_one_b") -> bool:
@@ -217,8 +223,9 @@ class Space:
         most = (self.subject.model.layers + 2) // pipeline
         every: Iterable[int] = range(1, most + 1)
         if "stages_per_rank" in self.fixed:
-            wanted = self.fixed["stages_per_rank"] or order.DEFAULT_STAGES_PER_RANK
-            every = [each for each in every if each == wanted]
+            held = held_values(self.fixed, "stages_per_rank")
+            wanted = {each or order.DEFAULT_STAGES_PER_RANK for each in held}
+            every = [each for each in every if each in wanted]
         return [
             each
             for each in every
@@ -349,9 +356,9 @@ def policies_of(bits: int) -> tuple[Overlap, ...]:
 class Thin(Space):
     """A few plans of every shape and cut, those that usually win: they set the mark for a search of the whole space."""
 
-    def inner(self, tensor: int, context: int) -> list[tuple[int, int, int]]:
+    def inner(self, tensor: int, context: int, microbatch: int) -> list[tuple[int, int, int]]:
         """The options with most overlap, the sequence cut over tensor ranks where it may be."""
-        every = super().inner(tensor, context)
+        every = super().inner(tensor, context, microbatch)
         split, bits = max(((a, c) for a, _, c in every), default=(0, 0))
         return [option for option in every if option[0] == split and option[2] == bits]
 

@@ -72,7 +72,7 @@ def _ends(space: Space, p: Layouts) -> Array:
 
 def _ways(space: Space, p: Layouts) -> Array:
     """Ways to run the layers of each frame, with every schedule that goes with each."""
-    layers = choices([p.tensor, p.context], 3, lambda row: space.inner(*row))
+    layers = choices([p.tensor, p.context, np.mod(p.microbatch, 2)], 3, lambda row: space.inner(*row))
     cut, ways = distinct([p.pipeline, p.microbatches]), np.zeros(len(p))
     sizes = [p.pipeline[cut.first].astype(int).tolist(), p.microbatches[cut.first].astype(int).tolist()]
     for overlap in np.unique(layers.values[:, 2]).astype(int).tolist():
@@ -180,7 +180,7 @@ def choices(columns: Sequence[Array], width: int, options: Callable[[list[int]],
 
 def layered(space: Space, p: Layouts) -> tuple[Layouts, Index]:
     """Layouts with each way to run a layer, and the row that each came from."""
-    found = choices([p.tensor, p.context], 3, lambda row: space.inner(*row))
+    found = choices([p.tensor, p.context, np.mod(p.microbatch, 2)], 3, lambda row: space.inner(*row))
     parent, entry = found.expand()
     split, again, overlap = found.values[entry].T
     return p.select(parent).with_(sequence_parallel=split, recompute=again, overlap=overlap), parent

@@ -58,12 +58,15 @@ def report_of_simulation(simulation: Simulation, target: str = DEFAULT_TARGET) -
 
 
 def figures(report: Report) -> list[tuple[str, str, str]]:
-    """The headline: (label, value, note)."""
+    """The headline: (label, value, note); of a search by the formulas that ranked, of a simulation what it prints."""
     s, e = report.simulation, report.estimate
-    step = s.seconds if e is None or s.slow else e.step_time_s
-    low, high = (s.low, s.high) if e is None or s.slow else e.interval_s
+    by_formulas = report.search is not None and e is not None
+    step, (low, high) = (e.step_time_s, e.interval_s) if by_formulas and e else (s.seconds, (s.low, s.high))
     span = "" if low is None or high is None else f"80 % of runs: {format_seconds(low)} to {format_seconds(high)}"
-    found = [("step time", format_seconds(step), span), ("bubble", f"{s.bubble:.1%}", "idle share of compute lanes")]
+    found = [
+        ("step time, by formulas" if by_formulas else "step time, simulated", format_seconds(step), span),
+        ("bubble, simulated", f"{s.bubble:.1%}", "idle share of compute lanes"),
+    ]
     if s.slow:
         change = s.seconds / s.undisturbed - 1
         found.append(("stragglers cost", f"{change:+.1%}", ", ".join(f"rank {r} x {f:g}" for r, f in s.slow.items())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from shardsmith.design.serving.demand import Demand, Servings, servings
 from shardsmith.design.serving.latency import BOUNDS, GRAPH_LATENCY, KERNEL_SECONDS, Latency, latency
 from shardsmith.design.serving.memory import ServingMemory, block_tokens, held_tokens, serving_memory
-from shardsmith.errors import Code
+from shardsmith.errors import Code, Fault
+from shardsmith.layout.check import ROPE_CONTEXT
 from shardsmith.plan.batch import TOO_SMALL
 from shardsmith.plan.plan import Plan
 from shardsmith.units import GIB, MIB, counted
@@ -80,6 +81,16 @@ class ServingResult:
     seconds: float
     assumptions: tuple[str, ...]
 
+    @property
+    def warnings(self) -> tuple[Fault, ...]:
+        """A context beyond the one that the model was made for (B205)."""
+        model, context = self.demand.model, self.demand.context
+        if context <= model.context:
+            return ()
+        said = (("--context", f"context = {context}"), (model.name, f"context = {model.context}"))
+        message = f"context = {context} is longer than the context of {model.name}, {model.context}"
+        return (ROPE_CONTEXT.fault(message, *said, hint=f"--context {model.context}"),)
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values with the keys that the verb promises."""
         return {
@@ -93,6 +104,7 @@ class ServingResult:
             "fitting": self.fitting,
             "seconds": self.seconds,
             "assumptions": list(self.assumptions),
+            "warnings": [fault.as_json() for fault in self.warnings],
         }
 
 
@@ -206,14 +218,14 @@ def _nothing_fits(demand: Demand, s: Servings, memory: ServingMemory) -> Excepti
     most, said = int(memory.requests[best]), ("--concurrency", str(demand.concurrency))
     cluster = demand.cluster
     device = (cluster.name, f"{cluster.devices} x {cluster.device.memory_gib:g} GiB")
+    more = _enough(demand)
     if memory.room[best] <= 0:
         message = (
             f"no layout holds even the weights of {demand.model.name}: at best {memory.weights[best] / GIB:.1f} GiB "
             f"and {memory.workspace[best] / GIB:.1f} GiB of workspace on a device"
         )
-        usable = demand.server.memory_share * (cluster.device.memory_gib or 0.0) * GIB
-        nodes = int(np.ceil(cluster.nodes * (1.0 - memory.room[best] / usable)))
-        hint = f"--nodes {max(nodes, cluster.nodes + 1)} or more, or --weights-dtype float8"
+        hints = [f"--nodes {more}"] if more else []
+        hints += ["--weights-dtype float8"] if _narrower(demand) else []
     else:
         message = f"at most {counted(most, 'request')} of {counted(demand.context, 'token')} fit, with {s.plan(best)}"
         hints = [f"--concurrency {most}"] if most else []
@@ -221,10 +233,40 @@ def _nothing_fits(demand: Demand, s: Servings, memory: ServingMemory) -> Excepti
         blocks = memory.room[best] / (memory.request[best] / held_tokens(demand)) / each // block
         context = int(blocks) * block
         hints += [f"--context {context}"] if demand.model.window is None and context else []
-        # Twice the nodes hold twice the requests, but hardly a longer one.
-        hints += [f"--nodes {int(np.ceil(cluster.nodes * demand.concurrency / most))}"] if most else []
-        hint = ", or ".join(hints) or "devices with more memory"
+        hints += [f"--nodes {more}"] if more else []
+    hint = ", or ".join(hints) or "devices with more memory"
     return NOTHING_FITS.refuse(message, said, ("--context", str(demand.context)), device, hint=hint)
+
+
+LARGEST_FACTOR = 1024
+"""Times the nodes asked for, beyond which nobody looks for a number that holds the requests."""
+EACH_TRIED = 16
+"""Numbers of nodes that are tried one by one; more are halved first."""
+
+
+def _enough(demand: Demand) -> int | None:
+    """The fewest nodes, of those tried, that hold the requests: doublings, then halves, at last one by one."""
+    asked = demand.cluster.nodes
+    low, high = asked, 2 * asked
+    while not _holds(demand, high):
+        low, high = high, 2 * high
+        if high > LARGEST_FACTOR * asked:
+            return None
+    while high - low > EACH_TRIED + 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _holds(demand, middle) else (middle, high)
+    return next((nodes for nodes in range(low + 1, high) if _holds(demand, nodes)), high)
+
+
+def _holds(demand: Demand, nodes: int) -> bool:
+    """Whether some layout on so many nodes holds the requests."""
+    wider = replace(demand, cluster=demand.cluster.with_nodes(nodes))
+    return bool((serving_memory(wider, servings(wider)).requests >= demand.concurrency).any())
+
+
+def _narrower(demand: Demand) -> bool:
+    """Whether weights could be held in float8 and are not."""
+    return demand.dtype != "float8" and bool(demand.cluster.device.peak("float8"))
 
 
 def _too_slow(demand: Demand, s: Servings, times: Latency, fits: Mask) -> Exception:
@@ -243,4 +285,5 @@ def _too_slow(demand: Demand, s: Servings, times: Latency, fits: Mask) -> Except
         hints += [f"{option} {np.ceil(seconds[best] * 1e3):g}"] if seconds[best] > target else []
     message = "at best " + " and ".join(parts) + ("" if hints else ", never both at once")
     hint = " ".join(hints) or "relax one of the two"
-    return TOO_SLOW.refuse(message, *said, hint=hint + "; or fewer requests, more nodes, --weights-dtype float8")
+    narrower = ", --weights-dtype float8" if _narrower(demand) else ""
+    return TOO_SLOW.refuse(message, *said, hint=hint + "; or fewer requests, more nodes" + narrower)

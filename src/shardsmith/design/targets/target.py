@@ -65,13 +65,15 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One framework in one mode of use, with where its figures come from; `overlaps` are policies that it offers.
+    """One framework in one mode of use, with where its figures come from; `overlaps` are policies that it offers,
+    `schedules` the orders of a pipeline that it can run (none: it has no pipeline; `file`: any order).
 
     `float8` says that the matrix products of layers run in float8, from 16-bit tensors that are cast for them.
     """
 
     name: str
     origin: str
+    schedules: tuple[str, ...]
     attention: Attention
     elementwise_gpt: Elementwise
     elementwise_llama: Elementwise

@@ -52,26 +52,41 @@ _CODE = re.compile(r'\bcode="([A-Z]\d+)"')
 UNKNOWN_CODE = Code(code="F001", title="unknown code", because="every rule has one code, printed in its message")
 
 
-def check(setup: Setup | str | Path, *, running: bool = False, target: str | None = None, anew: bool = False) -> Priced:
+def check(
+    setup: Setup | str | Path,
+    *,
+    running: bool = False,
+    target: str | None = None,
+    anew: bool = False,
+    imbalance: float = 1.0,
+    memory_gib: float | None = None,
+) -> Priced:
     """Every rule that a setup, or the plan or job file at a path, breaks; states of each stage, and the price.
 
     On a cluster with figures a legal plan also has its step time and memory, warnings about pitfalls with what they
     cost, what binds, and better neighbours; with `anew` also the best that its degrees, and those one step away, can
-    do. `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for a file
-    that cannot be read; what is wrong with the plan stands in `.faults`.
+    do. The fullest expert rank receives `imbalance` times the mean, and a rank may hold `memory_gib` (None: what the
+    device has). `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for a
+    file that cannot be read, a cap above the device (L106) and an imbalance that the plan cannot have (E107); what is
+    wrong with the plan stands in `.faults`.
     """
     from shardsmith.design.planner.priced import Priced, priceable
     from shardsmith.layout.check import examine
     from shardsmith.plan.file import read_setup
 
     read = read_setup(setup) if isinstance(setup, (str, Path)) else setup
+    if memory_gib is not None:
+        from shardsmith.design.planner.question import capped
+
+        read = capped(read, memory_gib)
     checked = examine(read, running=running)
     if not priceable(checked):
         return Priced(checked=checked, faults=checked.faults)
     from shardsmith.design.cost.subject import DEFAULT_TARGET
     from shardsmith.design.planner.checked import price_checked
 
-    return price_checked(checked, DEFAULT_TARGET if target is None else target, anew=anew)
+    chosen = DEFAULT_TARGET if target is None else target
+    return price_checked(checked, chosen, anew=anew, imbalance=imbalance)
 
 
 def explain(code: str) -> Code:

@@ -51,6 +51,7 @@ def test_figures_at_the_ends_of_their_ranges_are_priced_without_a_warning(keys: 
 def test_a_search_warns_of_layers_that_are_counted_but_not_trained() -> None:
     words = ("plan", "--model", "deepseek-v3", "--cluster", "h800", "--nodes", "32", "--global-batch", "512")
     words += ("--seq-len", "4096", "--fix", "tensor=1", "--fix", "pipeline=16", "--fix", "expert=16", "--top", "1")
+    words += ("--fix", "schedule=one_f_one_b")
     text = said(*words)
     assert "\n\nwarning[X101]: training layers that predict further tokens is not built yet" in text
     found = json.loads(said(*words, "--json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import OK, REFUSED, Answer, verb
+from shardsmith.cli.common import OK, REFUSED, Amount, Answer, check_writable, verb
 from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.errors import Refused
 from shardsmith.plan.stages import brief
@@ -26,15 +27,44 @@ if TYPE_CHECKING:
 @plan_options
 @click.option("--target", help="Software that the plan is priced for (default: megatron-core).")
 @click.option("--explain", is_flag=True, help="Add what these degrees, and those one step away, can do at best.")
-def command(target: str | None, explain: bool, **options: Any) -> Answer:
+@click.option("--memory-gib", type=Amount(), help="What a rank may hold (default: all of the device).")
+@click.option("--imbalance", type=float, default=1.0, help="Rows of the fullest expert rank over the mean.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser, offline.")
+def command(
+    target: str | None,
+    explain: bool,
+    memory_gib: float | None,
+    imbalance: float,
+    html: Path | None,
+    **options: Any,
+) -> Answer:
     """Check a plan FILE (or --plan) against model, workload and cluster: every fault at once."""
+    check_writable(html)
     try:
-        checked = api.check(priced_setup(options), target=target, anew=explain)
+        setup = priced_setup(options)
+        checked = api.check(setup, target=target, anew=explain, imbalance=imbalance, memory_gib=memory_gib)
     except Refused as refused:
         faults = {kind: [f.as_json() for f in refused.faults if f.severity == kind] for kind in ("error", "warning")}
         data = {"errors": faults["error"], "warnings": faults["warning"], "unknown": [], "memory_gib": []}
         return Answer(data=data | {"step_time_s": None, "better": []}, show=(str(refused),), exit_code=REFUSED)
-    return Answer(data=checked.as_json(), show=_show(checked), exit_code=REFUSED if checked.errors else OK)
+    found, shown = checked.as_json(), _show(checked)
+    if html:
+        written, why = _report(checked, html, imbalance)
+        found["files"] = {"html": written} if written else {}
+        shown = (*shown, f"written: {written}" if written else f"no report: {why}")
+    return Answer(data=found, show=shown, exit_code=REFUSED if checked.errors else OK)
+
+
+def _report(checked: Priced, path: Path, imbalance: float) -> tuple[str, str]:
+    """The report of the plan as a file, and why there is none: a plan that breaks a rule cannot be simulated."""
+    from shardsmith.design.reports.content import report_of_simulation
+    from shardsmith.design.reports.html import write_html
+
+    try:
+        found = api.simulate(checked.setup, target=checked.target or None, imbalance=imbalance)
+    except Refused as refused:
+        return "", refused.faults[0].message
+    return str(write_html(report_of_simulation(found, found.target, imbalance), path)), ""
 
 
 def _show(checked: Priced) -> tuple[RenderableType, ...]:

@@ -73,7 +73,7 @@ def command(
         from shardsmith.design.reports.content import report_of_simulation
         from shardsmith.design.reports.html import write_html
 
-        files["html"] = str(write_html(report_of_simulation(found, found.target), html))
+        files["html"] = str(write_html(report_of_simulation(found, found.target, imbalance or 1.0), html))
     if picture:
         from shardsmith.design.reports.timeline_picture import draw_timeline
 

@@ -22,12 +22,14 @@ NOTICED = 0.99
 SHOWN = 5
 
 
-def price_checked(checked: Checked, target: str = DEFAULT_TARGET, *, anew: bool = False) -> Priced:
+def price_checked(
+    checked: Checked, target: str = DEFAULT_TARGET, *, anew: bool = False, imbalance: float = 1.0
+) -> Priced:
     """`checked`, which must be `priceable`, with its price; with `anew` also what its degrees and those beside them can
-    do at best.
+    do at best. Raises `Refused` (E107) for an `imbalance` that the plan cannot have.
     """
     setup = checked.setup
-    s = subject_of(setup, target)
+    s = subject_of(setup, target, imbalance=imbalance)
     found = estimate_plan(s, setup)
     limit = (setup.cluster.device.memory_gib or 0.0) * GIB
     every = neighbours(s, setup, found, limit)

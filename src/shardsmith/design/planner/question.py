@@ -21,7 +21,7 @@ from shardsmith.plan.batch import TOO_SMALL
 from shardsmith.plan.line import TWICE, parse_plan_line, pieces, plan_table
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup
-from shardsmith.specs.cluster import ClusterSpec
+from shardsmith.specs.cluster import ClusterSpec, cluster_faults
 from shardsmith.specs.job import Workload
 from shardsmith.specs.model import ModelSpec
 from shardsmith.units import GIB
@@ -233,14 +233,27 @@ def _setup(q: Question, plan: Plan) -> Setup:
     return Setup(model=q.model, workload=q.workload, cluster=q.cluster, plan=plan, source="--fix", origins=origins)
 
 
+def capped(setup: Setup, memory_gib: float) -> Setup:
+    """`setup` on devices of which a rank may hold `memory_gib`. Raises `Refused` for more than they have (L106)."""
+    device = replace(setup.cluster.device, memory_gib=memory_gib)
+    cluster = replace(setup.cluster, device=device)
+    raise_errors([*_cap_faults(setup.cluster, memory_gib), *cluster_faults(cluster, "--memory-gib")])
+    return replace(setup, cluster=cluster)
+
+
+def _cap_faults(cluster: ClusterSpec, memory_gib: float | None) -> list[Fault]:
+    device = cluster.device
+    if memory_gib is None or device.memory_gib is None or memory_gib <= device.memory_gib:
+        return []
+    message = f"memory_gib = {memory_gib:g} is more than the {device.memory_gib:g} GiB of {device.name}"
+    said = (("--memory-gib", f"{memory_gib:g}"), (cluster.name, f"memory_gib = {device.memory_gib:g}"))
+    hint = f"{device.memory_gib:g} or less, or a cluster file whose device has more"
+    return [ABOVE_DEVICE.fault(message, *said, hint=hint)]
+
+
 def _without_effect(q: Question) -> list[Fault]:
     """A cap above what the device has, and failures without tokens, which alone make days of them."""
-    faults, device = [], q.cluster.device
-    if q.memory_gib is not None and device.memory_gib is not None and q.memory_gib > device.memory_gib:
-        message = f"memory_gib = {q.memory_gib:g} is more than the {device.memory_gib:g} GiB of {device.name}"
-        said = (("--memory-gib", f"{q.memory_gib:g}"), (q.cluster.name, f"memory_gib = {device.memory_gib:g}"))
-        hint = f"{device.memory_gib:g} or less, or a cluster file whose device has more"
-        faults.append(ABOVE_DEVICE.fault(message, *said, hint=hint))
+    faults = _cap_faults(q.cluster, q.memory_gib)
     if q.tokens is None and q.failures != Failures():
         message = "failures and checkpoints count in the days of a training, and nothing says how long it is"
         faults.append(GOAL.fault(message, ("--tokens", "not stated"), hint="--tokens 1e12"))

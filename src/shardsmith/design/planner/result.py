@@ -12,6 +12,7 @@ from shardsmith.errors import Fault
 from shardsmith.layout.capability import capability_faults
 from shardsmith.layout.check import length_faults
 from shardsmith.plan.setup import Setup
+from shardsmith.specs.cluster import link_warnings
 
 Verdict = Literal["followed", "beaten", "does not apply"]
 Objective = Literal["fastest", "fewest", "cheapest"]
@@ -131,13 +132,14 @@ class SearchResult:
 
     @property
     def warnings(self) -> tuple[Fault, ...]:
-        """What the best plan has that its software has not (X352), a sequence beyond the model's context, and what it
-        counts but the engine cannot train yet, as `check` warns of it.
+        """What is odd about the cluster, what the best plan has that its software has not (X352), a sequence beyond the
+        model's context, and what it counts but the engine cannot train yet, as `check` warns of it.
         """
         setup = self.best.setup
         asked = replace(setup, origins={"workload.seq_len": "--seq-len"})
         faults = [*software_faults(setup, target_named(self.target)), *length_faults(asked)]
-        return (*faults, *capability_faults(setup, running=False))
+        odd = link_warnings(setup.cluster, setup.cluster.name)
+        return (*odd, *faults, *capability_faults(setup, running=False))
 
     def as_json(self) -> dict[str, Any]:
         """The answer as plain JSON values, with the keys that the verb promises."""

@@ -44,16 +44,19 @@ def report_of_search(result: SearchResult) -> Report:
     )
 
 
-def report_of_simulation(simulation: Simulation, target: str = DEFAULT_TARGET) -> Report:
-    """The report of one simulated plan; without prediction where the cluster does not say enough for one."""
+def report_of_simulation(simulation: Simulation, target: str = DEFAULT_TARGET, imbalance: float = 1.0) -> Report:
+    """The report of one simulated plan; without prediction where the cluster does not say enough for one.
+
+    `imbalance` is what the fullest expert rank receives over the mean, as it was simulated.
+    """
     setup = simulation.setup
     if simulation.low is None or unpriceable(setup.cluster, setup.workload):
         return Report(simulation=simulation, target=target)
     return Report(
         simulation=simulation,
         target=target,
-        estimate=estimate(setup, target),
-        sensitivity=sensitivity(setup, target),
+        estimate=estimate(setup, target, imbalance=imbalance),
+        sensitivity=sensitivity(setup, target, imbalance),
     )
 
 

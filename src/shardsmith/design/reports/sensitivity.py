@@ -25,18 +25,18 @@ class Change:
     reason: str = ""
 
 
-def sensitivity(setup: Setup, target: str) -> tuple[Change, ...]:
+def sensitivity(setup: Setup, target: str, imbalance: float = 1.0) -> tuple[Change, ...]:
     """Each change by itself: twice the bandwidth of every link level and of memory, twice the devices' peak, half and
     twice the microbatches (with the batch), half and twice the sequence (the batch in tokens kept where it divides).
     """
-    before = estimate(setup, target)
+    before = estimate(setup, target, imbalance=imbalance)
     found = []
     for name, changed in _changes(setup):
         try:
             faults = [f for f in examine(changed, cured=False).errors if f.code != MEMORY.code]
             if faults:
                 raise Refused(faults)
-            after = estimate(changed, target)
+            after = estimate(changed, target, imbalance=imbalance)
         except Refused as refused:
             found.append(Change(name=name, reason=refused.faults[0].message))
             continue

@@ -57,7 +57,9 @@ def check(setup: Setup | str | Path, *, running: bool = False, target: str | Non
 
     On a cluster with figures a legal plan also has its step time and memory, warnings about pitfalls with what they
     cost, what binds, and better neighbours; with `anew` also the best that its degrees, and those one step away, can
-    do. `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for a file
+    do. `target` names the software that is priced (default: what the file names, else megatron-core).
+
+    `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for a file
     that cannot be read; what is wrong with the plan stands in `.faults`.
     """
     from shardsmith.design.planner.priced import Priced, priceable
@@ -65,6 +67,7 @@ def check(setup: Setup | str | Path, *, running: bool = False, target: str | Non
     from shardsmith.plan.file import read_setup
 
     read = read_setup(setup) if isinstance(setup, (str, Path)) else setup
+    target = read.target if target is None else target
     checked = examine(read, running=running)
     if not priceable(checked):
         return Priced(checked=checked, faults=checked.faults)
@@ -223,6 +226,7 @@ def simulate(
     from shardsmith.design.simulator.simulation import simulate_plan
     from shardsmith.schedule.study import parse_times
 
+    target = setup.target if target is None and times is None else target
     lengths = None if times is None else parse_times(times, "--times")
     current = None if constants is None else values(constants)
     return simulate_plan(

@@ -1,6 +1,7 @@
 """Fields held to some of their values, schedules of the software, and hints at nodes that work."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from shardsmith.design.planner.question import fixed_fields
 from shardsmith.design.planner.space import Space
 from shardsmith.design.targets import target_named, target_names
 from shardsmith.errors import Refused
+from shardsmith.plan.file import dumps, loads, read_setup
 from shardsmith.specs.job import Workload
 from shardsmith.specs.library import cluster_named, model_named
 
@@ -142,3 +144,39 @@ def test_sequences_beyond_the_context_are_warned_of() -> None:
     assert [fault.code for fault in found.warnings] == ["B205"]
     served = api.serve("llama3-8b", "h100", nodes=1, context=80000, concurrency=1)
     assert [w["code"] for w in served.as_json()["warnings"]] == ["B205"]
+
+
+def test_a_plan_file_keeps_the_software_that_it_was_found_for(tmp_path: Path) -> None:
+    ask = ["plan", "--model", "qwen3-0.6b", "--cluster", "h100", "--nodes", "1", "--global-batch", "64"]
+    ask += ["--seq-len", "4096", "--top", "1", "--fix", "tensor=1"]
+
+    def step(*words: str) -> float:
+        answer = CliRunner().invoke(main, [*words, "--json"])
+        data = json.loads(answer.stdout)
+        return float(data["plans"][0]["step_time_s"] if "plans" in data else data["step_time_s"])
+
+    file = str(tmp_path / "plan.toml")
+    found = step(*ask, "--dtype", "float8", "--out", file)
+    assert read_setup(file).target == "megatron-core:float8"
+    assert loads(dumps(read_setup(file))).setup == read_setup(file)
+    assert step("check", file) == pytest.approx(found, rel=1e-12)
+    assert step("check", file, "--target", "megatron-core") > 1.05 * found
+    assert step("simulate", file) == pytest.approx(step("simulate", file, "--target", "megatron-core:float8"))
+    for verb in ("check", "simulate"):
+        answer = CliRunner().invoke(main, [verb, file, "--dtype", "float8"])
+        assert answer.exit_code != 0
+        assert "--target megatron-core:float8" in answer.output
+    step(*ask, "--out", file)
+    assert "target" not in Path(file).read_text()
+    Path(file).write_text("target = 3\n" + Path(file).read_text())
+    with pytest.raises(Refused, match="target = 3"):
+        read_setup(file)
+
+
+def test_a_training_of_seconds_is_told_in_seconds() -> None:
+    ask = ["plan", "--model", "qwen3-0.6b", "--cluster", "h100", "--nodes", "1", "--global-batch", "64"]
+    ask += ["--seq-len", "1024", "--top", "1", "--tokens", "1e7", "--dtype", "float8"]
+    text = CliRunner().invoke(main, ask).output
+    assert "0.0 days" not in text
+    assert " 0 device hours" not in text
+    assert "in float8 (matrix products) and bfloat16" in text

@@ -180,3 +180,16 @@ def test_a_training_of_seconds_is_told_in_seconds() -> None:
     assert "0.0 days" not in text
     assert " 0 device hours" not in text
     assert "in float8 (matrix products) and bfloat16" in text
+
+
+def test_a_batch_that_holds_data_ranks_back_is_told_with_one_that_does_not() -> None:
+    found = api.search("llama3-8b", "h100", nodes=2, global_batch=63, seq_len=8191, top=1)
+    assert found.nearby is not None
+    better = api.search("llama3-8b", "h100", nodes=2, global_batch=found.nearby.global_batch, seq_len=8191, top=1)
+    rates = [a.best.setup.workload.global_batch / a.best.estimate.step_time_s for a in (found, better)]
+    assert found.nearby.faster == pytest.approx(rates[1] / rates[0], rel=1e-9)
+    assert found.nearby.faster > 1.2
+    assert better.nearby is None
+    ask = ["plan", "--model", "llama3-8b", "--cluster", "h100", "--nodes", "2", "--global-batch", "63"]
+    text = CliRunner().invoke(main, [*ask, "--seq-len", "8191", "--top", "1"]).output
+    assert "63 sequences hold data ranks back: global_batch = 64 would train" in text

@@ -16,6 +16,7 @@ from shardsmith.design.planner.bounded import Bounded
 from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.goodput import days
+from shardsmith.design.planner.nearby import better_batch
 from shardsmith.design.planner.plans import setup_of
 from shardsmith.design.planner.question import GOAL, Question, size_faults
 from shardsmith.design.planner.refusal import refuse, space_asked, subject_asked
@@ -87,6 +88,7 @@ def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: floa
         target=q.target,
         assumptions=assumptions(q),
         totals=_totals(q, choices[0]),
+        nearby=better_batch(q, choices[0].estimate.step_time_s, found.searched) if q.explained else None,
     )
 
 

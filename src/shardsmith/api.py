@@ -307,13 +307,15 @@ def serve(
     cache_dtype: ServingDtype = "bfloat16",
     target: str | None = None,
     top: int = 5,
+    fix: Sequence[str] = (),
 ) -> ServingResult:
     """Inference layouts: data, tensor, pipeline and expert degrees for `concurrency` requests of `context` tokens.
 
     Counts weights and key/value cache, and says the time to the first token and between tokens by roofline; best
     first among the layouts that hold the requests and meet the targets. `target` names the engine whose behaviour is
-    planned for (vllm). Raises `Refused` (I101 to I103, I201, I202, X351).
+    planned for (vllm); `fix` holds degrees (`tensor=4|8`). Raises `Refused` (I101 to I104, I201, I202, X351).
     """
+    from shardsmith.design.planner.question import fixed_fields
     from shardsmith.design.serving.demand import DEFAULT_SERVER, Demand
     from shardsmith.design.serving.search import search_serving
     from shardsmith.design.targets import server_named
@@ -329,6 +331,7 @@ def serve(
         tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
         dtype=dtype,
         cache_dtype=cache_dtype,
+        fixed=fixed_fields(fix),
         server=server_named(DEFAULT_SERVER if target is None else target),
     )
     return search_serving(demand, top=top)

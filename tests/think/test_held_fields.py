@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +13,13 @@ from shardsmith.cli.main import main
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import make_subject
 from shardsmith.design.planner.bounded import Bounded
-from shardsmith.design.planner.fixed import OneOf
 from shardsmith.design.planner.plans import plan_of
 from shardsmith.design.planner.question import fixed_fields
 from shardsmith.design.planner.space import Space
 from shardsmith.design.targets import target_named, target_names
 from shardsmith.errors import Refused
 from shardsmith.plan.file import dumps, loads, read_setup
+from shardsmith.plan.fixed import OneOf
 from shardsmith.specs.job import Workload
 from shardsmith.specs.library import cluster_named, model_named
 
@@ -193,3 +194,22 @@ def test_a_batch_that_holds_data_ranks_back_is_told_with_one_that_does_not() -> 
     ask = ["plan", "--model", "llama3-8b", "--cluster", "h100", "--nodes", "2", "--global-batch", "63"]
     text = CliRunner().invoke(main, [*ask, "--seq-len", "8191", "--top", "1"]).output
     assert "63 sequences hold data ranks back: global_batch = 64 would train" in text
+
+
+def test_serving_layouts_are_held_too() -> None:
+    ask = ["plan", "--serve", "--model", "llama3-70b", "--cluster", "h100", "--context", "8192", "--concurrency", "64"]
+
+    def run(*words: str) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(CliRunner().invoke(main, [*ask, *words, "--top", "99", "--json"]).stdout)
+        return data
+
+    free, held = run(), run("--fix", "pipeline=1", "--fix", "tensor=4|8")
+    kept = [c for c in free["plans"] if "pipeline" not in c["plan"] and c["plan"].split("tensor=")[-1][0] in "48"]
+    assert kept
+    assert [c["plan"] for c in held["plans"]] == [c["plan"] for c in kept]
+    assert held["plans"][0]["tpot_s"] == kept[0]["tpot_s"]
+    for fix, helps in (("tensor=3", "tensor = 1 or 2 or 4 or 8"), ("zero=1", "one of data, tensor, pipeline, expert")):
+        with pytest.raises(Refused) as caught:
+            api.serve("llama3-70b", "h100", context=8192, concurrency=64, fix=[fix])
+        assert caught.value.faults[0].code == "I104"
+        assert helps in caught.value.faults[0].hint

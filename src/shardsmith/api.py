@@ -66,7 +66,9 @@ def check(
     On a cluster with figures a legal plan also has its step time and memory, warnings about pitfalls with what they
     cost, what binds, and better neighbours; with `anew` also the best that its degrees, and those one step away, can
     do. The fullest expert rank receives `imbalance` times the mean, and a rank may hold `memory_gib` (None: what the
-    device has). `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for a
+    device has). `target` names the software that is priced (default: what the file names, else megatron-core).
+
+    `running` makes errors of what a plan may say but the engine cannot do yet. Raises `Refused` only for a
     file that cannot be read, a cap above the device (L106) and an imbalance that the plan cannot have (E107); what is
     wrong with the plan stands in `.faults`.
     """
@@ -79,6 +81,7 @@ def check(
         from shardsmith.design.planner.question import capped
 
         read = capped(read, memory_gib)
+    target = read.target if target is None else target
     checked = examine(read, running=running)
     if not priceable(checked):
         return Priced(checked=checked, faults=checked.faults)
@@ -238,6 +241,7 @@ def simulate(
     from shardsmith.design.simulator.simulation import simulate_plan
     from shardsmith.schedule.study import parse_times
 
+    target = setup.target if target is None and times is None else target
     lengths = None if times is None else parse_times(times, "--times")
     current = None if constants is None else values(constants)
     return simulate_plan(
@@ -318,13 +322,15 @@ def serve(
     cache_dtype: ServingDtype = "bfloat16",
     target: str | None = None,
     top: int = 5,
+    fix: Sequence[str] = (),
 ) -> ServingResult:
     """Inference layouts: data, tensor, pipeline and expert degrees for `concurrency` requests of `context` tokens.
 
     Counts weights and key/value cache, and says the time to the first token and between tokens by roofline; best
     first among the layouts that hold the requests and meet the targets. `target` names the engine whose behaviour is
-    planned for (vllm). Raises `Refused` (I101 to I103, I201, I202, X351).
+    planned for (vllm); `fix` holds degrees (`tensor=4|8`). Raises `Refused` (I101 to I104, I201, I202, X351).
     """
+    from shardsmith.design.planner.question import fixed_fields
     from shardsmith.design.serving.demand import DEFAULT_SERVER, Demand
     from shardsmith.design.serving.search import search_serving
     from shardsmith.design.targets import server_named
@@ -340,6 +346,7 @@ def serve(
         tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
         dtype=dtype,
         cache_dtype=cache_dtype,
+        fixed=fixed_fields(fix),
         server=server_named(DEFAULT_SERVER if target is None else target),
     )
     return search_serving(demand, top=top)

@@ -1,6 +1,8 @@
 """Fields held to some of their values, schedules of the software, and hints at nodes that work."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,13 @@ from shardsmith.cli.main import main
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import make_subject
 from shardsmith.design.planner.bounded import Bounded
-from shardsmith.design.planner.fixed import OneOf
 from shardsmith.design.planner.plans import plan_of
 from shardsmith.design.planner.question import fixed_fields
 from shardsmith.design.planner.space import Space
 from shardsmith.design.targets import target_named, target_names
 from shardsmith.errors import Refused
+from shardsmith.plan.file import dumps, loads, read_setup
+from shardsmith.plan.fixed import OneOf
 from shardsmith.specs.job import Workload
 from shardsmith.specs.library import cluster_named, model_named
 
@@ -142,3 +145,71 @@ def test_sequences_beyond_the_context_are_warned_of() -> None:
     assert [fault.code for fault in found.warnings] == ["B205"]
     served = api.serve("llama3-8b", "h100", nodes=1, context=80000, concurrency=1)
     assert [w["code"] for w in served.as_json()["warnings"]] == ["B205"]
+
+
+def test_a_plan_file_keeps_the_software_that_it_was_found_for(tmp_path: Path) -> None:
+    ask = ["plan", "--model", "qwen3-0.6b", "--cluster", "h100", "--nodes", "1", "--global-batch", "64"]
+    ask += ["--seq-len", "4096", "--top", "1", "--fix", "tensor=1"]
+
+    def step(*words: str) -> float:
+        answer = CliRunner().invoke(main, [*words, "--json"])
+        data = json.loads(answer.stdout)
+        return float(data["plans"][0]["step_time_s"] if "plans" in data else data["step_time_s"])
+
+    file = str(tmp_path / "plan.toml")
+    found = step(*ask, "--dtype", "float8", "--out", file)
+    assert read_setup(file).target == "megatron-core:float8"
+    assert loads(dumps(read_setup(file))).setup == read_setup(file)
+    assert step("check", file) == pytest.approx(found, rel=1e-12)
+    assert step("check", file, "--target", "megatron-core") > 1.05 * found
+    assert step("simulate", file) == pytest.approx(step("simulate", file, "--target", "megatron-core:float8"))
+    for verb in ("check", "simulate"):
+        answer = CliRunner().invoke(main, [verb, file, "--dtype", "float8"])
+        assert answer.exit_code != 0
+        assert "--target megatron-core:float8" in answer.output
+    step(*ask, "--out", file)
+    assert "target" not in Path(file).read_text()
+    Path(file).write_text("target = 3\n" + Path(file).read_text())
+    with pytest.raises(Refused, match="target = 3"):
+        read_setup(file)
+
+
+def test_a_training_of_seconds_is_told_in_seconds() -> None:
+    ask = ["plan", "--model", "qwen3-0.6b", "--cluster", "h100", "--nodes", "1", "--global-batch", "64"]
+    ask += ["--seq-len", "1024", "--top", "1", "--tokens", "1e7", "--dtype", "float8"]
+    text = CliRunner().invoke(main, ask).output
+    assert "0.0 days" not in text
+    assert " 0 device hours" not in text
+    assert "in float8 (matrix products) and bfloat16" in text
+
+
+def test_a_batch_that_holds_data_ranks_back_is_told_with_one_that_does_not() -> None:
+    found = api.search("llama3-8b", "h100", nodes=2, global_batch=63, seq_len=8191, top=1)
+    assert found.nearby is not None
+    better = api.search("llama3-8b", "h100", nodes=2, global_batch=found.nearby.global_batch, seq_len=8191, top=1)
+    rates = [a.best.setup.workload.global_batch / a.best.estimate.step_time_s for a in (found, better)]
+    assert found.nearby.faster == pytest.approx(rates[1] / rates[0], rel=1e-9)
+    assert found.nearby.faster > 1.2
+    assert better.nearby is None
+    ask = ["plan", "--model", "llama3-8b", "--cluster", "h100", "--nodes", "2", "--global-batch", "63"]
+    text = CliRunner().invoke(main, [*ask, "--seq-len", "8191", "--top", "1"]).output
+    assert "63 sequences hold data ranks back: global_batch = 64 would train" in text
+
+
+def test_serving_layouts_are_held_too() -> None:
+    ask = ["plan", "--serve", "--model", "llama3-70b", "--cluster", "h100", "--context", "8192", "--concurrency", "64"]
+
+    def run(*words: str) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(CliRunner().invoke(main, [*ask, *words, "--top", "99", "--json"]).stdout)
+        return data
+
+    free, held = run(), run("--fix", "pipeline=1", "--fix", "tensor=4|8")
+    kept = [c for c in free["plans"] if "pipeline" not in c["plan"] and c["plan"].split("tensor=")[-1][0] in "48"]
+    assert kept
+    assert [c["plan"] for c in held["plans"]] == [c["plan"] for c in kept]
+    assert held["plans"][0]["tpot_s"] == kept[0]["tpot_s"]
+    for fix, helps in (("tensor=3", "tensor = 1 or 2 or 4 or 8"), ("zero=1", "one of data, tensor, pipeline, expert")):
+        with pytest.raises(Refused) as caught:
+            api.serve("llama3-70b", "h100", context=8192, concurrency=64, fix=[fix])
+        assert caught.value.faults[0].code == "I104"
+        assert helps in caught.value.faults[0].hint

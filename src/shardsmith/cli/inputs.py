@@ -12,6 +12,7 @@ from shardsmith.cli.common import Answer
 from shardsmith.plan.file import DEFAULT_MODEL, DEFAULT_SEQ_LEN, make_setup
 from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Dtype
+from shardsmith.specs.parse import WRONG_VALUE
 
 OPTIONS = (
     click.argument("file", required=False, type=click.Path()),
@@ -47,7 +48,13 @@ def plan_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 def priced_setup(options: dict[str, Any]) -> Setup:
-    """The setup that the options state; a dtype that nobody states is bfloat16 on a cluster with figures."""
+    """The setup that the options state; a dtype that nobody states is bfloat16 on a cluster with figures.
+
+    Raises `Refused` (F102) for float8, which is no dtype of a computation but a mode of the software.
+    """
+    if options["dtype"] == "float8":
+        hint = "--target megatron-core:float8 (or another NAME:float8): products of layers in float8, else bfloat16"
+        raise WRONG_VALUE.refuse("dtype = float8 is not allowed here", ("--dtype", "dtype = float8"), hint=hint)
     setup = make_setup(**options)
     if options["dtype"] is None and "workload.dtype" not in setup.origins and setup.cluster.device.peak_tflops:
         setup = make_setup(**options | {"dtype": "bfloat16"})

@@ -141,6 +141,11 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
         )
     if found.robust is not best:
         parts.append(f"safest within the intervals: {brief(found.robust.setup)}")
+    if found.nearby:
+        parts.append(
+            f"{s.workload.global_batch} sequences hold data ranks back: global_batch = {found.nearby.global_batch} "
+            f"would train {found.nearby.faster - 1:.1%} more of them a second"
+        )
     parts.append("\n".join(["rules of thumb:", *(_rule(note, explain) for note in best.rules)]))
     if explain:
         parts.append(_neighbours(best))

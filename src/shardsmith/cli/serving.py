@@ -26,7 +26,7 @@ OPTIONS = (
     click.option("--cache-dtype", type=WIDTHS, default="bfloat16", help="With --serve: dtype of keys and values."),
 )
 SERVING = ("context", "concurrency", "ttft_ms", "tpot_ms", "weights_dtype", "cache_dtype")
-SHARED = ("serve", "model", "cluster", "nodes", "overrides", "top", "target", "as_json")
+SHARED = ("serve", "model", "cluster", "nodes", "overrides", "top", "target", "fix", "as_json")
 """Options that both kinds of plans take; every other one belongs to training alone."""
 
 
@@ -84,6 +84,7 @@ def _answer(asked: dict[str, Any], shared: dict[str, Any]) -> Answer:
         cluster,
         nodes=shared["nodes"],
         top=shared["top"],
+        fix=shared["fix"],
         target=shared["target"],
         context=asked["context"],
         concurrency=asked["concurrency"],

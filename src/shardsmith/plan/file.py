@@ -4,7 +4,8 @@ A plan file has the tables `[model] [workload] [cluster] [plan]`, a job file als
 [run]`. `[model]` is a preset (`preset = "llama3-8b"`) or a Hugging Face config (`hf = "folder"`, relative
 to the file), either with keys of ModelSpec laid over it, or all keys of ModelSpec. `[cluster]` is a preset
 with overrides, or all keys of ClusterSpec; left out, it is `local`. A job may name its plan file,
-`plan = "plan.toml"`, instead of having the tables itself. All other paths are left as they are written.
+`plan = "plan.toml"`, instead of having the tables itself. Above the tables `target = "NAME"` names the
+software that the plan was found for. All other paths are left as they are written.
 """
 
 from __future__ import annotations
@@ -99,9 +100,10 @@ def dumps(what: Setup | Job) -> str:
     """All that a setup or job says, as TOML that `loads` and `read_job` read back to an equal one."""
     setup = what.setup if isinstance(what, Job) else what
     parts: dict[str, Any] = {section: getattr(setup, section) for section in PLAN_SECTIONS}
+    above = {} if setup.target is None else {"target": setup.target}
     if isinstance(what, Job):
         parts |= {"data": what.data, "optimisation": what.optimisation, "run": what.run}
-    return tomli_w.dumps({section: _without_none(asdict(part)) for section, part in parts.items()})
+    return tomli_w.dumps(above | {section: _without_none(asdict(part)) for section, part in parts.items()})
 
 
 def make_setup(
@@ -195,6 +197,7 @@ def file_tables(path: str | Path, faults: list[Fault], within: tuple[Path, ...] 
         message = f"[{section}] stands in {path} and in the plan file that it names"
         values = ((str(path), f"[{section}]"), (inner.source, f"[{section}]"))
         faults.append(TWO_SOURCES.fault(message, *values, hint=f"keep one [{section}]"))
+    tables.target = tables.target or inner.target
     tables.tables |= inner.tables
     tables.origins |= inner.origins
     # A relative `hf` belongs to the file that has it.
@@ -205,6 +208,9 @@ def file_tables(path: str | Path, faults: list[Fault], within: tuple[Path, ...] 
 def _tables_of(data: Mapping[str, Any], source: str, folder: Path, faults: list[Fault]) -> Tables:
     tables = Tables(source=source, folder=folder)
     for section, table in data.items():
+        if section == "target":
+            tables.target = _text_of(table, source, faults)
+            continue
         if section not in SECTIONS:
             message, value = f"{source} has no table [{section}]", (source, f"[{section}]")
             faults.append(UNKNOWN_KEY.fault(message, value, hint=did_you_mean(section, SECTIONS)))
@@ -213,6 +219,15 @@ def _tables_of(data: Mapping[str, Any], source: str, folder: Path, faults: list[
         if isinstance(table, Mapping):
             tables.origins |= {f"{section}.{key}": source for key in table}
     return tables
+
+
+def _text_of(value: Any, source: str, faults: list[Fault]) -> str | None:
+    """The software that a file names."""
+    if isinstance(value, str):
+        return value
+    said, hint = f"target = {value}", 'target = "megatron-core", text in quotes'
+    faults.append(WRONG_VALUE.fault(f"{said} is not allowed", (source, said), hint=hint))
+    return None
 
 
 def job_of(tables: Tables, faults: Iterable[Fault] = ()) -> Job:
@@ -239,7 +254,13 @@ def job_of(tables: Tables, faults: Iterable[Fault] = ()) -> Job:
     assert plan, "a plan that could not be read was reported"
     assert data and optimisation and run, "a table that could not be read was reported"  # noqa: PT018
     setup = Setup(
-        model=model, workload=workload, cluster=cluster, plan=plan, source=tables.source, origins=dict(tables.origins)
+        model=model,
+        workload=workload,
+        cluster=cluster,
+        plan=plan,
+        target=tables.target,
+        source=tables.source,
+        origins=dict(tables.origins),
     )
     return Job(setup=settled(setup), data=data, optimisation=optimisation, run=run)
 

@@ -17,6 +17,7 @@ from shardsmith.specs.model import ModelSpec
 class Setup:
     """One model, one workload, one cluster and the plan that joins them.
 
+    `target` names the software that the plan was found for, where that is not the usual one: prices follow it.
     `source` names where the plan was written (a file, or `--plan`); `origins` names the origin of
     single values (`"plan.tensor": "--set"`), where it is another one than `source`.
     """
@@ -25,6 +26,7 @@ class Setup:
     workload: Workload
     cluster: ClusterSpec
     plan: Plan
+    target: str | None = None
     source: str = field(default="plan", compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 

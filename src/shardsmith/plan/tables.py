@@ -41,6 +41,8 @@ class Tables:
     folder: Path = Path()
     tables: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    target: Any = None
+    """Software that the plan was found for (`target = "NAME"` above all tables)."""
     fill: bool = False
     """Whether a workload that is not stated gets defaults (a plan in one line) or is a fault (a file)."""
     nested: dict[str, Any] = field(default_factory=dict)

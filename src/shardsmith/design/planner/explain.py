@@ -14,12 +14,12 @@ from shardsmith.design.cost.layouts import ORDERS, RECOMPUTE, layouts_of
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import Subject
-from shardsmith.design.planner.fixed import OneOf, held_values
 from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.rules.changes import changes, typed
 from shardsmith.errors import Refused
 from shardsmith.layout.check import examine
 from shardsmith.plan.batch import batching, divisors
+from shardsmith.plan.fixed import OneOf, held_values
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup, shown

@@ -10,7 +10,6 @@ from typing import Any
 from shardsmith.design.cost.layouts import ORDERS, OVERLAPS
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import DEFAULT_TARGET
-from shardsmith.design.planner.fixed import OneOf, combinations, held_values, word
 from shardsmith.design.planner.goodput import HOURS_BETWEEN_FAILURES, Failures
 from shardsmith.design.planner.result import Objective
 from shardsmith.design.planner.space import SHAPE
@@ -18,6 +17,7 @@ from shardsmith.errors import Code, Fault, Refused, raise_errors
 from shardsmith.layout.check import MOST, MOST_DATA, TOO_LARGE, axis_faults, length_faults
 from shardsmith.layout.check import size_faults as plan_size_faults
 from shardsmith.plan.batch import TOO_SMALL
+from shardsmith.plan.fixed import OneOf, combinations, held_values, word
 from shardsmith.plan.line import TWICE, parse_plan_line, pieces, plan_table
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.setup import Setup

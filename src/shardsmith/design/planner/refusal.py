@@ -9,7 +9,6 @@ from math import ceil, gcd, lcm, prod
 
 from shardsmith.design.cost.subject import Subject, make_subject
 from shardsmith.design.planner.bounded import Bounded
-from shardsmith.design.planner.fixed import OneOf, combinations, held_values, word
 from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.plans import setup_of
 from shardsmith.design.planner.question import Question, fixed_faults, held_ranks
@@ -17,6 +16,7 @@ from shardsmith.design.planner.space import SHAPE, Space
 from shardsmith.design.planner.tables import frames_of
 from shardsmith.errors import Code, Fault, raise_errors
 from shardsmith.layout.check import MOST, MOST_DATA
+from shardsmith.plan.fixed import combinations, held_values, shown_value
 from shardsmith.plan.plan import Plan
 from shardsmith.units import GIB, counted
 
@@ -49,9 +49,7 @@ def refuse(s: Subject, q: Question, space: Space, found: Found) -> None:
     world = space.world
     said = [(s.cluster.name, f"devices = {world}"), (s.model.name, f"layers = {s.model.layers}")]
     said.append(("--global-batch", f"global_batch = {s.workload.global_batch}"))
-    said += [
-        ("--fix", f"{key} = {value if isinstance(value, OneOf) else word(value)}") for key, value in q.fixed.items()
-    ]
+    said += [("--fix", f"{key} = {shown_value(value)}") for key, value in q.fixed.items()]
     if found.total == 0:
         _refuse_shapes(s, q, space, said)
     smallest, size = smallest_plan(s, q, space)

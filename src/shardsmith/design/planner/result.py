@@ -102,6 +102,18 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Nearby:
+    """`global_batch` sequences a step instead, with `faster` times as many a second under its best plan."""
+
+    global_batch: int
+    faster: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"global_batch": self.global_batch, "faster": self.faster}
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The answer of a search: `plans` ranked, best first, and what was looked at.
 
@@ -110,7 +122,8 @@ class SearchResult:
     memory of every decisive rank were computed. `dismissed` counts legal plans in subspaces that a bound on layers
     ruled out before. `pareto` holds plans that no other beats in time, memory and devices at once: of
     those ranked, or of all on the numbers of nodes asked for. `robust` is the plan whose worst case over the
-    prediction intervals is best. `assumptions` says in words what the figures rest on.
+    prediction intervals is best. `assumptions` says in words what the figures rest on. `nearby` is a batch
+    close to this one that would train faster, where one was found.
     """
 
     objective: Objective
@@ -124,6 +137,7 @@ class SearchResult:
     target: str
     assumptions: tuple[str, ...]
     totals: Mapping[str, float]
+    nearby: Nearby | None = None
 
     @property
     def best(self) -> Choice:
@@ -155,5 +169,6 @@ class SearchResult:
             "target": self.target,
             "assumptions": list(self.assumptions),
             "totals": dict(self.totals),
+            "nearby": self.nearby.as_json() if self.nearby else None,
             "warnings": [fault.as_json() for fault in self.warnings],
         }

@@ -11,11 +11,12 @@ import numpy as np
 from shardsmith.design.cost.estimate import estimate_plans
 from shardsmith.design.cost.layouts import Layouts
 from shardsmith.design.cost.price import price
-from shardsmith.design.cost.subject import Subject
+from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject
 from shardsmith.design.planner.bounded import Bounded
 from shardsmith.design.planner.explain import binding, neighbours
 from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.goodput import days
+from shardsmith.design.planner.nearby import better_batch
 from shardsmith.design.planner.plans import setup_of
 from shardsmith.design.planner.question import GOAL, Question, size_faults
 from shardsmith.design.planner.refusal import refuse, space_asked, subject_asked
@@ -87,6 +88,7 @@ def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: floa
         target=q.target,
         assumptions=assumptions(q),
         totals=_totals(q, choices[0]),
+        nearby=better_batch(q, choices[0].estimate.step_time_s, found.searched) if q.explained else None,
     )
 
 
@@ -131,7 +133,8 @@ def _unbeaten(every: Sequence[Choice]) -> list[Choice]:
 
 
 def _choices(s: Subject, q: Question, plans: Sequence[Layouts]) -> list[Choice]:
-    setups = [setup_of(s, p, 0, q.base) for p in plans]
+    target = None if q.target == DEFAULT_TARGET else q.target
+    setups = [replace(setup_of(s, p, 0, q.base), target=target) for p in plans]
     estimates = estimate_plans(s, setups) if setups else ()
     return [Choice(setup=a, estimate=e, binds=binding(e, q.limit)) for a, e in zip(setups, estimates, strict=True)]
 
@@ -248,7 +251,9 @@ def assumptions(q: Question) -> tuple[str, ...]:
         found.append(
             "matrix products of layers in float8, cast from bfloat16 tensors; head, states, messages in bfloat16"
         )
-        found.append("MFU is the share of the float8 peak; the plan file says bfloat16, as shardsmith train runs it")
+        found.append(
+            "MFU is the share of the float8 peak; a plan file says bfloat16, as the engine runs it, and the target"
+        )
     if q.tokens is not None:
         found.append(
             f"a device fails every {q.failures.device_hours:,.0f} hours; a checkpoint stops training for "

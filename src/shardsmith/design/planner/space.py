@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.layouts import ORDER_AXES, ORDERS, OVERLAPS, RECOMPUTE
 from shardsmith.design.cost.schedules import SCHEDULES, as_fast
 from shardsmith.design.cost.subject import Subject
-from shardsmith.design.planner.fixed import held_values
 from shardsmith.layout.check import axis_faults
 from shardsmith.layout.overlap import overlap_faults
 from shardsmith.plan.batch import divisors
+from shardsmith.plan.fixed import held_values
 from shardsmith.plan.plan import Overlap, Plan
 from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import even_layers, weighed_layers

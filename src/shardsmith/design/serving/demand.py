@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from shardsmith.design.cost.subject import Counts, count_weights, facts_of
 from shardsmith.design.targets import Server, server_named
 from shardsmith.errors import Code, Fault, raise_errors
 from shardsmith.layout.axes.tensor import model_degrees
+from shardsmith.plan.fixed import held_values, shown_value
 from shardsmith.plan.plan import Plan
 from shardsmith.specs.cluster import ClusterSpec
 from shardsmith.specs.model import ModelSpec
@@ -39,6 +41,13 @@ POSITIONS = Code(
     title="context longer than the model's positions",
     because="a model with learned positions has one for each place up to its context, and none beyond",
 )
+UNHELD = Code(
+    code="I104",
+    title="no serving layout has what is held",
+    because="a layout is its degrees: replicas fill the devices, tensor ranks cut whole heads, stages hold layers",
+)
+DEGREES = ("data", "tensor", "pipeline", "expert")
+"""What a serving layout is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +55,7 @@ class Demand:
     """`concurrency` requests at once, each with up to `context` tokens in the cache (its prompt included).
 
     Weights are held and multiplied in `dtype`, the cache in `cache_dtype`. Latency targets in seconds, None: none.
-    `server` is the engine that would run it.
+    `server` is the engine that would run it. `fixed` holds degrees to one value each, or to some (`OneOf`).
     """
 
     model: ModelSpec
@@ -58,6 +67,7 @@ class Demand:
     dtype: ServingDtype = "bfloat16"
     cache_dtype: ServingDtype = "bfloat16"
     server: Server = field(default_factory=lambda: server_named(DEFAULT_SERVER))
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def counts(self) -> Counts:
@@ -154,6 +164,10 @@ def demand_faults(demand: Demand) -> list[Fault]:
         message = f"{demand.model.name} has positions up to {demand.model.context}, not {demand.context}"
         said = (("--context", str(demand.context)), (demand.model.name, f"context = {demand.model.context}"))
         faults.append(POSITIONS.fault(message, *said, hint=f"--context {demand.model.context}"))
+    for key in [key for key in demand.fixed if key not in DEGREES]:
+        held = ("--fix", f"{key} = {shown_value(demand.fixed[key])}")
+        message = f"serving layouts have no {key} that varies"
+        faults.append(UNHELD.fault(message, held, hint="one of " + ", ".join(DEGREES)))
     return faults
 
 
@@ -161,7 +175,8 @@ def servings(demand: Demand) -> Servings:
     """Every layout of a demand that the model allows on the cluster: replicas fill the devices.
 
     Tensor degrees cut whole heads (key/value heads may be copied, where the engine does), stages hold at least one
-    layer, expert parallel spreads equal numbers of whole experts. Raises `Refused` for a demand that is none.
+    layer, expert parallel spreads equal numbers of whole experts. Raises `Refused` for a demand that is none, and
+    where none of them has the degrees that are held (I104).
     """
     raise_errors(demand_faults(demand))
     model, devices = demand.model, demand.cluster.devices
@@ -176,7 +191,7 @@ def servings(demand: Demand) -> Servings:
                 while most and (model.experts.count % (most * tensor) or most * tensor == 1):
                     most -= 1
                 rows += [(most, tensor, pipeline, most * tensor)] if most else []
-    columns = np.array(rows, dtype=np.float64).T
+    columns = np.array(_with_held(demand, rows), dtype=np.float64).T
     levels = demand.cluster.levels
     return Servings(
         data=columns[0],
@@ -187,3 +202,19 @@ def servings(demand: Demand) -> Servings:
         level_bandwidth=np.array([[link.bandwidth_gbs * 1e9] for link in levels]),
         level_latency=np.array([[link.latency_us * 1e-6] for link in levels]),
     )
+
+
+def _with_held(demand: Demand, rows: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """The layouts, as (data, tensor, pipeline, expert), that have the degrees that are held."""
+    fixed = demand.fixed
+    held = [row for row in rows if all(row[DEGREES.index(key)] in held_values(fixed, key) for key in fixed)]
+    if held:
+        return held
+    for key in fixed:
+        there = sorted({row[DEGREES.index(key)] for row in rows})
+        if not set(there) & set(held_values(fixed, key)):
+            message = f"no layout on {demand.cluster.devices} devices has {key} = {shown_value(fixed[key])}"
+            hint = f"{key} = " + " or ".join(map(str, there))
+            raise UNHELD.refuse(message, ("--fix", f"{key} = {shown_value(fixed[key])}"), hint=hint)
+    said = [("--fix", f"{key} = {shown_value(value)}") for key, value in fixed.items()]
+    raise UNHELD.refuse("no layout has all degrees that are held", *said, hint="fix fewer fields")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardsmith.design.serving.demand import Demand, Servings, servings
 from shardsmith.design.serving.latency import BOUNDS, GRAPH_LATENCY, KERNEL_SECONDS, Latency, latency
 from shardsmith.design.serving.memory import ServingMemory, block_tokens, held_tokens, serving_memory
-from shardsmith.errors import Code, Fault
+from shardsmith.errors import Code, Fault, Refused
 from shardsmith.layout.check import ROPE_CONTEXT
 from shardsmith.plan.batch import TOO_SMALL
 from shardsmith.plan.plan import Plan
@@ -261,7 +261,10 @@ def _enough(demand: Demand) -> int | None:
 def _holds(demand: Demand, nodes: int) -> bool:
     """Whether some layout on so many nodes holds the requests."""
     wider = replace(demand, cluster=demand.cluster.with_nodes(nodes))
-    return bool((serving_memory(wider, servings(wider)).requests >= demand.concurrency).any())
+    try:
+        return bool((serving_memory(wider, servings(wider)).requests >= demand.concurrency).any())
+    except Refused:  # no layout of so many has the degrees that are held
+        return False
 
 
 def _narrower(demand: Demand) -> bool:

@@ -35,3 +35,8 @@ def combinations(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Every choice of one value for each field that is held."""
     for values in product(*(held_values(fixed, key) for key in fixed)):
         yield dict(zip(fixed, values, strict=True))
+
+
+def shown_value(held: Any) -> str:
+    """What a field is held to, as `--fix` takes it: one value, or all that it may have."""
+    return str(held) if isinstance(held, OneOf) else word(held)

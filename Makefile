@@ -17,8 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 THINKING := $(wildcard tests/words tests/think tests/golden)
 DOCS := tests/docs
-RANKS := tests/ranks
-PARITY := tests/parity
+RANKS := tests/ranks tests/parity
 
 define NEW_VENV
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -54,17 +53,17 @@ demo: $(READY)  ## real text, a plan on 8 local ranks, a parity certificate, a t
 .PHONY: test
 test: lint types contracts core  ## every check
 	$(PYTEST) -n 2 $(THINKING) $(DOCS)
-	$(PYTEST) $(RANKS)
-	$(PYTEST) -n 2 --dist loadfile $(PARITY)
+	$(PYTEST) -n 2 --dist loadfile -m 'not alone' $(RANKS)
+	$(PYTEST) -m alone $(RANKS)
 
 .PHONY: fast
 fast: $(READY)  ## the tests of the thinking wing, under a minute
 	$(PYTEST) -n 2 $(THINKING)
 
 .PHONY: ranks
-ranks: $(READY)  ## the tests that start several processes: those that measure one after the other
-	$(PYTEST) $(RANKS)
-	$(PYTEST) -n 2 --dist loadfile $(PARITY)
+ranks: $(READY)  ## the tests that start several processes: those that measure time one after the other
+	$(PYTEST) -n 2 --dist loadfile -m 'not alone' $(RANKS)
+	$(PYTEST) -m alone $(RANKS)
 
 .PHONY: lint
 lint: $(READY)  ## ruff: rules and format

@@ -39,7 +39,7 @@ def save_and_go_on(job):
     rank = Rank(job)
     rank.steps(0, 3)
     rank.checkpoints.save(3)
-    return rank.state(), rank.steps(3, 8)
+    return rank.state(), rank.steps(3, 6)
 
 
 def load_each(job, folders):
@@ -47,7 +47,7 @@ def load_each(job, folders):
     found = []
     for folder in folders:
         rank.checkpoints.load(folder)
-        found.append((rank.checkpoints.step, rank.state(), rank.steps(3, 8)))
+        found.append((rank.checkpoints.step, rank.state(), rank.steps(3, 6)))
     return found
 
 

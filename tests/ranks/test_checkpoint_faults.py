@@ -254,6 +254,7 @@ def save_alone(job):
     return None
 
 
+@pytest.mark.alone
 def test_d22_a_save_by_one_rank_alone_names_the_other(tmp_path):
     fault, seconds = run_job(save_alone, job_of(tmp_path, "tensor=2", timeout_s=3.0))[0]
     assert fault.code == "R302"

@@ -17,7 +17,7 @@ from shardsmith.engine.runtime.forked import run_forked
 from shardsmith.engine.runtime.process import start, stop
 from shardsmith.errors import Refused
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 
 def summed(scale):

@@ -139,6 +139,7 @@ except Refused as refused:
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stays", [True, False])
 def test_e01_one_rank_skips_an_all_reduce(tmp_path, stays):
     script = SKIPS.format(here=str(Path(__file__).parent), stays=stays, folder=str(tmp_path))

@@ -24,7 +24,7 @@ from shardsmith.specs.job import Optimisation
 from shardsmith.specs.model import ModelSpec, layer_weights
 from shardsmith.timeline import Span, Timeline
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 MODEL = ModelSpec(
     name="wide", layers=16, hidden=384, heads=4, kv_heads=4, head_dim=96, ffn=768, vocab=8, context=8, init_std=0.05

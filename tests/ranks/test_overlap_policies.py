@@ -28,7 +28,7 @@ from shardsmith.plan.setup import Setup
 from shardsmith.specs.job import Optimisation
 from shardsmith.specs.model import ModelSpec
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 MODEL = ModelSpec(name="paced", layers=2, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=8, context=16)
 SEQ_LEN, BATCH = 16, 2

@@ -19,6 +19,8 @@ from shardsmith.schedule.ir import Kind
 from shardsmith.specs.job import Optimisation
 from shardsmith.specs.model import ModelSpec
 
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+
 LENGTHS_S = (0.03, 0.08, 0.2)
 """Seconds of an F, a paced step each until one comes near enough; I and W take the same, a B both together.
 

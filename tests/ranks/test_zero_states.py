@@ -41,8 +41,9 @@ def setup_of(line: str, model: ModelSpec = LLAMA, dtype: str = "float32", microb
     return replace(base, model=model)
 
 
-def trained(setup: Setup, steps: int = 2, optimisation: Optimisation | None = None) -> Trainer:
-    trainer = Trainer(setup, optimisation or Optimisation(), rank=dist.get_rank(), seed=0, device=CPU)
+def trained(setup: Setup, steps: int = 2, optimisation: Optimisation | None = None, *, stays: bool = True) -> Trainer:
+    rank = dist.get_rank()
+    trainer = Trainer(setup, optimisation or Optimisation(), rank=rank, seed=0, device=CPU, stays=stays)
     train(trainer, steps)
     return trainer
 
@@ -127,9 +128,8 @@ def test_nothing_else_stays_between_steps(run_ranks: Callable[..., list[Any]]) -
 
 def _others(setup: Setup) -> int:
     """Bytes of all tensors in the process that are no states."""
-    gc.collect()
     before = _alive()
-    trainer = trained(setup)
+    trainer = trained(setup, stays=False)
     deadline = time.monotonic() + SETTLED_S
     while True:
         found = _alive()
@@ -140,7 +140,6 @@ def _others(setup: Setup) -> int:
 
 
 def _alive() -> dict[int, int]:
-    gc.unfreeze()  # what stands to the end of a run is otherwise out of the collector's sight
     gc.collect()
     return storages(t for t in gc.get_objects() if isinstance(t, Tensor))
 

@@ -75,7 +75,7 @@ def test_case_g08_eight_ranks_of_either_kind_at_the_sizes_of_the_case() -> None:
         return api.search("llama2-13b", replace(cluster, levels=links), **ask).best.estimate  # type: ignore[arg-type]
 
     tensor, free = best("tensor=8", 64, 78.9), best("tensor=8", 64, 1e7)
-    assert 1 - free.step_time_s / tensor.step_time_s == pytest.approx(0.25, abs=0.001)
+    assert 1 - free.step_time_s / tensor.step_time_s == pytest.approx(0.25, abs=0.005)
     for microbatches, idle, fewer_bubbles in ((64, 0.0986, False), (8, 0.4667, True)):
         wide, deep = (best(degree, microbatches, 78.9) for degree in ("tensor=8", "pipeline=8"))
         parts = deep.breakdown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,25 @@ from shardsmith.plan.stages import even_layers, weighed_layers
 from shardsmith.schedule import orders
 from shardsmith.specs.model import ModelSpec
 
-if TYPE_CHECKING:
-    from shardsmith.design.cost.layouts import Layouts
+
+class Staged(Protocol):
+    """Many plans, as far as their split goes: one number a plan in each column."""
+
+    @property
+    def schedule(self) -> Array:
+        """Index of the schedule."""
+
+    @property
+    def pipeline(self) -> Array:
+        """Pipeline ranks."""
+
+    @property
+    def stages_per_rank(self) -> Array:
+        """Stages of each."""
+
+    @property
+    def weighed(self) -> Array:
+        """1 where layers are split by what stages cost, 0 where evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +70,7 @@ class Split:
     _rows: list[tuple[float, ...]] = field(default_factory=list, repr=False)
     _figures: Array = field(default_factory=lambda: np.empty((len(FIELDS), 0)), repr=False)
     """Every field (rows) of every split so far."""
-    _last: tuple[Layouts, NDArray[np.intp]] | None = field(default=None, repr=False)
+    _last: tuple[Staged, NDArray[np.intp]] | None = field(default=None, repr=False)
     """The plans asked for last, as several fields of the same ones are wanted, and their splits."""
 
     @cached_property
@@ -61,13 +78,13 @@ class Split:
         """Row of each split by its code; -1 where it was not asked for yet."""
         return np.full(2 * len(SCHEDULES) * (self.model.layers + 3) ** 2, -1, dtype=np.intp)
 
-    def rows(self, p: Layouts) -> NDArray[np.intp]:
+    def rows(self, p: Staged) -> NDArray[np.intp]:
         """The split of every plan, as a row number of `column`'s figures."""
         if self._last is None or self._last[0] is not p:
             self._last = (p, self._find(p))
         return self._last[1]
 
-    def _find(self, p: Layouts) -> NDArray[np.intp]:
+    def _find(self, p: Staged) -> NDArray[np.intp]:
         size = self.model.layers + 3.0
         code = (((p.schedule * 2.0 + p.weighed) * size + p.stages_per_rank) * size + p.pipeline).astype(np.intp)
         found = self._places[code]
@@ -76,13 +93,13 @@ class Split:
             found = self._places[code]
         return found
 
-    def column(self, p: Layouts, name: str) -> Array:
+    def column(self, p: Staged, name: str) -> Array:
         """The field `name` of `Ranks` for every plan."""
         rows = self.rows(p)
         found: Array = self._figures[FIELDS.index(name)][rows]
         return found
 
-    def _add(self, p: Layouts, code: NDArray[np.intp]) -> None:
+    def _add(self, p: Staged, code: NDArray[np.intp]) -> None:
         new, first = np.unique(code[self._places[code] < 0]), np.empty(len(self._places), dtype=np.intp)
         first[code] = np.arange(len(code))
         known = {row: at for at, row in enumerate(map(tuple, self._rows))}

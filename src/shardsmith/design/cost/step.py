@@ -60,12 +60,13 @@ class Sharding(Columns):
     """Seconds that follow from how states are spread, whatever the layers take.
 
     `gather` a layer's weights before each of its passes, `reduce` its gradients after the second (0 where both
-    happen once a step); `left` until the step's end, before any of it hides; `tied` for the copies of an embedding;
-    `update` of the optimiser.
+    happen once a step), `ends` all of that for one vocabulary matrix; `left` until the step's end, before any of it
+    hides; `tied` for the copies of an embedding; `update` of the optimiser.
     """
 
     gather: Array
     reduce: Array
+    ends: Array
     left: Array
     tied: Array
     update: Array
@@ -97,19 +98,33 @@ def compose(b: Batch, c: Constants, one: Pass, spread: Sharding) -> Step:
 
 
 def with_gathers(b: Batch, c: Constants, one: Pass, spread: Sharding) -> Pass:
-    """`one` with what stays exposed of gathering weights and reducing gradients layer by layer."""
+    """`one` with what stays exposed of gathering weights and reducing gradients layer by layer.
+
+    What belongs to the ends runs beside the layers of their stage.
+    """
     forward = one.forward + exposed(c, spread.gather, b.overlap_shard, one.forward)
     backward = one.backward + exposed(c, spread.gather + spread.reduce, b.overlap_shard, one.backward)
-    return replace(one, forward=forward, backward=backward)
+    ends = (1.0 - b.overlap_shard) * spread.ends
+    shared = np.where((b.tied > 0) & (b.pipeline == 1), 0.0, ends)
+    return replace(one, forward=forward, backward=backward, head=one.head + ends, embedding=one.embedding + shared)
 
 
 def sharding(b: Batch, c: Constants) -> Sharding:
     """What spreading states costs each case."""
     streams = b.per_step == 0
     gather = np.where((b.zero > 2) & streams, gather_layer(b, c, 2.0), 0.0)
-    reduce = np.where((b.zero == 2) & streams, gather_layer(b, c, b.reduce_bytes), gather)
+    reduce = np.where((b.zero >= 2) & streams, gather_layer(b, c, b.reduce_bytes), 0.0)
+    matrix, group = b.vocab * b.hidden / b.tensor, shard_group(b)
+    ends = 2.0 * one_way(b, c, group, 2.0 * matrix) * (gather > 0) + one_way(b, c, group, b.reduce_bytes * matrix) * (
+        reduce > 0
+    )
     return Sharding(
-        gather=gather, reduce=reduce, left=reductions(b, c), tied=tied_embedding(b, c), update=optimizer(b, c)
+        gather=gather,
+        reduce=reduce,
+        ends=ends,
+        left=reductions(b, c),
+        tied=tied_embedding(b, c),
+        update=optimizer(b, c),
     )
 
 

@@ -7,8 +7,6 @@ of thousands of ranks, allocating, communicating and multiplying as there, in th
 
 from __future__ import annotations
 
-import gc
-
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
@@ -55,7 +53,6 @@ def dry_run_rank(setup: Setup, rank: int, optimisation: Optimisation, *, imbalan
             )
     finally:
         dist.destroy_process_group()
-        gc.unfreeze()
 
 
 def recorded(trainer: Trainer) -> tuple[CollectiveCount, ...]:
@@ -81,7 +78,7 @@ def fake_batch(setup: Setup) -> list[Microbatch]:
 
 def _ready(setup: Setup, rank: int, optimisation: Optimisation, tracker: Tracker) -> Trainer:
     """A trainer as it stands between two steps: the optimiser has its states, messages go without headers."""
-    trainer = Trainer(setup, optimisation, rank=rank, seed=0, device=torch.device("cpu"))
+    trainer = Trainer(setup, optimisation, rank=rank, seed=0, device=torch.device("cpu"), stays=False)
     states = needed_states(optimisation)
     owned = {name: held.parameter for name, held in trainer.held().items()}
     record = OptimizerRecord(kind=optimisation.optimizer, steps=1, states=states, needs=states)

@@ -263,7 +263,9 @@ def _parts(cases: Sequence[Case], choices: Sequence[tuple[Choices, ...]]) -> lis
 
 def _part(case: Case, choices: tuple[Choices, ...]) -> _Part:
     rank, cpu = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0, torch.device("cpu")
-    trainer = Trainer(case.setup, SGD, rank=rank, seed=case.seed, device=cpu, compile_backend=COMPILE_BACKEND)
+    trainer = Trainer(
+        case.setup, SGD, rank=rank, seed=case.seed, device=cpu, compile_backend=COMPILE_BACKEND, stays=False
+    )
     batches = _batches(case)
     trainer.work.forced = case.setup.workload.dtype == "float32"
     results, flips = [], 0

@@ -23,6 +23,9 @@ from typing import Any, Literal, NoReturn
 from shardsmith.engine.runtime import progress
 from shardsmith.errors import Code, Fault, Refused
 
+# A destructor of the parent's garbage may wait for a thread that only the parent has: a fork leaves it alone.
+os.register_at_fork(after_in_child=gc.freeze)
+
 Kind = Literal["cause", "waiting", "consequence"]
 
 RANK_FAILED = Code(
@@ -138,7 +141,6 @@ def prepare_rank(folder: Path, rank: int, *, keep_terminal: bool) -> None:
     SIGTERM and SIGINT end it at once, also inside native code, and leave its Python stack in `folder`; crashes do
     too. Output goes to `log_path(folder, rank)` unless `keep_terminal`.
     """
-    gc.freeze()  # a destructor of the parent's garbage may wait for a thread that only the parent has
     progress.start_notes(folder, rank)
     if not keep_terminal:
         sys.stdout.flush()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -59,18 +61,19 @@ def make_groups(
 ) -> Groups:
     """Build all groups; every rank of the world must call this with the same mesh, and returns when all have.
 
+    Within one set of groups each has a communicator of its own; a later set takes up those of an earlier one.
+
     `ends` are the pipeline ranks of the first and the last stage, which share a tied embedding; `kv_copies`
     tensor ranks in a row share their key/value heads, `ulysses` context ranks in a row exchange heads for sequence.
     `experts` is the plan of a model that has any.
     """
+    communicators = _Communicators(timeout_s)
 
     def along(axis: LaneKind, all_ranks: tuple[tuple[int, ...], ...]) -> Group:
         mine: Group | None = None
         for ranks in all_ranks:
             assert list(ranks) == sorted(ranks), f"torch numbers the ranks of a group upwards, not as {ranks}"
-            handle = None
-            if len(ranks) > 1:
-                handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            handle = communicators.over(ranks) if len(ranks) > 1 else None
             if rank in ranks:
                 mine = Group(axis=axis, ranks=ranks, index=ranks.index(rank), recorder=recorder, handle=handle)
         return mine or Group(axis=axis, ranks=(rank,), index=0, recorder=recorder)
@@ -107,3 +110,31 @@ def make_groups(
     if mesh.world > 1:
         dist.barrier()  # nobody fails, or ends, while others still connect
     return groups
+
+
+class _Communicators:
+    """The torch process groups of one set of groups, all different.
+
+    Each has threads and connections of its own, which stay where a process trains under many plans in turn; so
+    what an earlier set had is used again. All ranks of the world ask in the same order.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.asked: Counter[tuple[int, ...]] = Counter()
+
+    def over(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """One over `ranks` that this set does not have yet; where this rank is not among them, what torch gives."""
+        world = dist.group.WORLD
+        assert world is not None, "several ranks have a process group"
+        made = _MADE.setdefault(world, {})
+        key = (ranks, self.timeout_s, self.asked[ranks])
+        self.asked[ranks] += 1
+        if key not in made:
+            made[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+        return made[key]
+
+
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], float, int], dist.ProcessGroup]]
+_MADE = WeakKeyDictionary()
+"""Process groups by the world that they are part of, which may end and start anew; by ranks, timeout, number of use."""

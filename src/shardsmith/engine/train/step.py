@@ -54,7 +54,8 @@ class Trainer(RankModel):
     """Model, optimiser and communication of one rank: its part of the model, and what a step does with it.
 
     The process group must be up and hold exactly `plan.world` ranks. `pace` gives the length in seconds
-    to which compute actions are padded (measurement of schedules on few cores).
+    to which compute actions are padded (measurement of schedules on few cores). `stays`: it is the only trainer
+    of its process, to the end.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Trainer(RankModel):
         timeout_s: float = 300.0,
         pace: Mapping[Kind, float] | None = None,
         compile_backend: str = "inductor",
+        stays: bool = True,
     ) -> None:
         super().__init__(setup, rank=rank, seed=seed, device=device, timeout_s=timeout_s)
         setup = self.setup
@@ -84,9 +86,10 @@ class Trainer(RankModel):
         self._prepare_pipeline()
         self.stopping = False
         """Set to ask all ranks to stop after the step; see `StepResult.stop`."""
-        # Torch's modules and what was built here stay to the end: the collector need not walk them in every step.
-        gc.collect()
-        gc.freeze()
+        if stays:
+            # Neither torch's modules nor what was built here: the collector need not walk them in every step.
+            gc.collect()
+            gc.freeze()
 
     def move(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """`microbatches` on this rank's device."""

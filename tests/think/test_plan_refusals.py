@@ -56,6 +56,14 @@ def test_every_way_out_of_fields_that_exclude_all_is_one(name: str) -> None:
         assert api.search("llama3-8b", "h100", **other).plans
 
 
+def test_what_is_held_may_rule_out_all_of_the_usual_plans() -> None:
+    """Usual plans overlap what they can, here weight gradients, and a split backward puts those off."""
+    ask = ASK | {"target": "megatron-lm-3", "fix": ["schedule=zb_h1", "tensor=2"]}
+    with pytest.raises(Refused, match=r"L102.*schedule=zb_h1") as caught:
+        api.search("deepseek-v3", "h100", **ask)  # type: ignore[arg-type]
+    assert "a device with" in caught.value.faults[0].hint
+
+
 def test_values_in_a_refusal_read_as_they_are_given() -> None:
     with pytest.raises(Refused) as caught:
         api.search("llama3-8b", "h100", **ASK, fix=["overlap=chunks", "sequence_parallel=true", "tensor=1"])

@@ -155,6 +155,9 @@ def _legal(space: Space) -> bool:
 def smallest_plan(s: Subject, q: Question, space: Space) -> tuple[Plan, float]:
     """The plan that comes nearest to fitting, of the usual ones, and bytes of its fullest rank."""
     found = Bounded(space=space.thin(), limit=q.limit).leanest()
+    if not found.plans:
+        # What is held can rule out all of the usual ones.
+        found = Bounded(space=space, limit=q.limit).leanest()
     (plan,) = found.plans.values()
     return setup_of(s, plan, 0, q.base).plan, found.limit
 

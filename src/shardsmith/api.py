@@ -74,6 +74,7 @@ def check(
     """
     from shardsmith.design.planner.priced import Priced, priceable
     from shardsmith.layout.check import examine
+    from shardsmith.layout.routing import imbalance_faults
     from shardsmith.plan.file import read_setup
 
     read = read_setup(setup) if isinstance(setup, (str, Path)) else setup
@@ -84,6 +85,8 @@ def check(
     target = read.target if target is None else target
     checked = examine(read, running=running)
     if not priceable(checked):
+        if not checked.errors:  # no figure shows it, but a wrong one is no less wrong
+            raise_errors(imbalance_faults(read, imbalance))
         return Priced(checked=checked, faults=checked.faults)
     from shardsmith.design.cost.subject import DEFAULT_TARGET
     from shardsmith.design.planner.checked import price_checked

@@ -40,6 +40,8 @@ def test_uneven_routing_costs_time_and_memory() -> None:
     assert max(r["total"] for r in uneven["memory_gib"]) > max(r["total"] for r in even["memory_gib"])
     code, dense = answered(DENSE, "--imbalance", "1.5")
     assert (code, [fault["code"] for fault in dense["errors"]]) == (1, ["E107"])
+    code, unpriced = answered("check --plan data=2", "--imbalance", "1.5")
+    assert (code, [fault["code"] for fault in unpriced["errors"]]) == (1, ["E107"])
 
 
 def test_a_report_is_written_of_a_legal_plan_and_refused_with_a_reason_otherwise(tmp_path: Path) -> None:

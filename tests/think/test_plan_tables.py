@@ -102,7 +102,7 @@ def test_the_parts_of_a_step_have_the_same_names_everywhere() -> None:
 
 def test_what_cannot_be_trained_yet_is_said_last() -> None:
     words = "plan --model deepseek-v3 --cluster h800 --nodes 128 --global-batch 4096 --seq-len 4096 --top 1"
-    fixed = "--fix tensor=1 --fix pipeline=16 --fix expert=64 --fix context=1 --fix schedule=one_f_one_b"
+    fixed = "--fix tensor=1 --fix pipeline=16 --fix expert=64 --fix context=1 --fix zero=1"
     lines = printed(f"{words} {fixed}")
     at = [i for i, line in enumerate(lines) if line.startswith("warning[")]
     assert [lines[i][8:12] for i in at] == ["X352", "X101"]

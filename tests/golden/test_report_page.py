@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from reports import gpt3, search, searched, simulated, unpriced
+from reports import PLANS, gpt3, search, searched, simulated, unpriced
 
 import shardsmith
 from shardsmith.cli.simulate import command
+from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.reports import spans
 from shardsmith.design.reports.content import breakdown, memory_bars, report_of_simulation
 from shardsmith.design.reports.html import html
@@ -90,7 +91,9 @@ def test_bars_add_up_and_fit_beside_the_device() -> None:
         assert sum(part["gib"] for part in row["parts"]) == pytest.approx(row["total"])
         assert sum(part["share"] for part in row["parts"]) <= 100
     assert bars["limit_share"] <= 100
-    assert sum(part["share"] for part in breakdown(simulated())) == pytest.approx(100)
+    parts = {part["words"]: part["share"] for part in breakdown(simulated())}
+    assert sum(parts.values()) == pytest.approx(100)
+    assert parts["exchange inside layers"] > 1
 
 
 def test_the_timeline_of_a_page_is_the_simulated_one() -> None:
@@ -196,3 +199,27 @@ def test_a_browser_draws_the_page(report: object, tmp_path: Path) -> None:
     assert legend
     assert "forward" in legend.group(1)
     assert '<option value="stage">' in drawn
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_on_a_telephone_figures_of_neighbours_and_communication_are_seen(tmp_path: Path) -> None:
+    """400 pixels: a long change leaves room for its figures, and short messages colour their lane at full zoom."""
+    orders = [f"tensor-context-{rest}" for rest in ("data-pipeline", "pipeline-data")]
+    long = Neighbour(axis="order", before=orders[0], after=orders[1], plan=PLANS[0], ratio=1.01, peak_gib=60.0)
+    best = replace(search().best, neighbours=(long,))
+    page = html(replace(searched(), search=replace(search(), plans=(best, *search().plans[1:]))))
+    look = """<script>const frame = document.querySelector("iframe"); frame.onload = () => {
+      const inner = frame.contentDocument, cell = inner.querySelector("td.change").parentElement.cells[2];
+      const canvas = inner.getElementById("timeline-canvas"), pen = canvas.getContext("2d");
+      const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+      let tensor = 0;
+      for (let at = 0; at < data.length; at += 4) {
+        const [red, green, blue] = data.slice(at, at + 3);
+        if (blue - green > 30 && red - green > 15) tensor++; }
+      document.title = JSON.stringify({ right: cell.getBoundingClientRect().right, tensor }); };
+      frame.srcdoc = PAGE;</script>"""
+    shown = look.replace("PAGE", json.dumps(page).replace("<", "\\u003c"))
+    drawn = in_browser(f'<main></main><iframe width="400" height="900"></iframe>{shown}', tmp_path)
+    found = json.loads(re.search(r"<title>(.*?)</title>", drawn).group(1))  # type: ignore[union-attr]
+    assert found["right"] <= 400
+    assert found["tensor"] > 300

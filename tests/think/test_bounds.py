@@ -8,6 +8,7 @@ import pytest
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.subject import make_subject
 from shardsmith.design.planner.bounded import DECIDING_DEGREES, INSIDE, Bounded
+from shardsmith.design.planner.found import Found
 from shardsmith.design.planner.least import first_rank_bytes, frame_bytes
 from shardsmith.design.planner.space import DEGREES, Space
 from shardsmith.design.planner.tables import Frames, distinct, everything
@@ -56,6 +57,21 @@ def test_no_plan_holds_or_takes_less_than_its_bounds(name: str) -> None:
     deciding = [getattr(p, column) for column in (*DECIDING_DEGREES, "microbatch", *INSIDE)]
     for seconds in (search._frame_bounds(frames), search._near_bounds(p, deciding)):
         assert (seconds <= alone.step.total * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_room_for_some_recomputation_only_drops_no_plan_that_fits(name: str) -> None:
+    space = space_of(name)
+    p, kinds = everything(space), Bounded(space=space, limit=0.0).kinds
+    alone, each = price(space.subject, p, kinds), np.arange(len(p))
+    limit = float(np.median(alone.peak))
+    search, found = Bounded(space=space, limit=limit), Found(best=np.full(len(p), np.inf), limit=limit)
+    frames = Frames(layouts=p, shape=each, group=each, below=each * 1.0, bounds=each * 0.0)
+    kept = search._tightened(replace(frames, bounds=search._frame_bounds(frames)), found)
+    assert set(each[alone.peak <= limit]) <= set(kept.group)
+    assert (np.diff(kept.bounds) >= 0).all()
+    fits = alone.peak[kept.group] <= limit
+    assert (kept.bounds[fits] <= alone.step.total[kept.group][fits] * (1 + 1e-12)).all()
 
 
 @pytest.mark.parametrize("name", CASES)

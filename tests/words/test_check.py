@@ -225,12 +225,13 @@ def test_every_code_explains_itself() -> None:
 
 
 KEYS = {"errors", "warnings", "unknown", "memory_gib", "step_time_s", "better"}
+READ = KEYS | {"workload", "target", "remarks"}
 
 
 def test_the_verb_prints_one_json_object() -> None:
     good = run("--plan", "tensor=2,pipeline=2,data=2", "--json")
     data = json.loads(good.stdout)
-    assert (good.exit_code, data.keys(), data["errors"]) == (0, KEYS | {"unpriced"}, [])
+    assert (good.exit_code, data.keys(), data["errors"]) == (0, READ | {"unpriced"}, [])
     assert data["step_time_s"] is None
     assert "local" in data["unpriced"]
     assert [m["stage"] for m in data["memory_gib"]] == [0, 1]

@@ -39,6 +39,7 @@ def command(target: str | None, explain: bool, **options: Any) -> Answer:
 
 def _show(checked: Priced) -> tuple[RenderableType, ...]:
     setup, parts = checked.setup, [str(fault) + "\n" for fault in (*checked.errors, *checked.warnings)]
+    parts.append(_header(checked))
     verdict = "refused" if checked.errors else "legal"
     counts = f"{counted(len(checked.errors), 'error')}, {counted(len(checked.warnings), 'warning')}"
     parts.append(
@@ -47,6 +48,7 @@ def _show(checked: Priced) -> tuple[RenderableType, ...]:
     parts.append(f"plan: {(setup.plan if checked.errors else brief(setup)) or 'one rank'}")
     if checked.estimate is not None:
         return (*parts, *_price(checked, checked.estimate))
+    parts += checked.remarks
     if not checked.memory:
         return tuple(parts)
     table = Table(title="states of a rank, by stage (activations come on top)", title_justify="left")
@@ -58,41 +60,56 @@ def _show(checked: Priced) -> tuple[RenderableType, ...]:
     return (*parts, table)
 
 
+def _header(checked: Priced) -> str:
+    """What was judged: sizes that nobody stated are marked, as no price means much without them."""
+    setup = checked.setup
+    work, origins = setup.workload, setup.origins
+
+    def said(value: str, key: str) -> str:
+        return f"{value} (default)" if origins.get(f"workload.{key}") == "default" else value
+
+    batch = said(str(work.global_batch), "global_batch")
+    tokens = said(str(work.seq_len), "seq_len")
+    priced = f", priced as {checked.target}" if checked.target else ""
+    return f"a step of {batch} x {tokens} tokens in {work.dtype}{priced}"
+
+
 def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
+    from shardsmith.design.reports.plan_tables import memory_table
+
     low, high = e.interval_s
-    ranks = e.shown
-    table = Table(title="memory of a rank at its peak in GiB, by pipeline rank", title_justify="left")
-    for column in ("pipeline rank", *ranks[0].items, "total"):
-        table.add_column(column, justify="right")
-    for rank in ranks:
-        sizes = (*rank.items.values(), rank.total)
-        table.add_row(str(rank.pipeline_rank), *(f"{size / GIB:.1f}" for size in sizes))
+    table = memory_table(e, "memory of a rank at its peak in GiB, by pipeline rank")
     text = (
         f"step {format_seconds(e.step_time_s)} (80 % of runs: {format_seconds(low)} to {format_seconds(high)}), "
         f"MFU {e.mfu:.1%}, {e.tokens_per_s_per_gpu:,.0f} tokens/s a device"
     )
-    parts: list[RenderableType] = [text, checked.binds, table]
+    parts: list[RenderableType] = [text, *checked.remarks, checked.binds, table]
+    fits = e.peak <= (checked.setup.cluster.device.memory_gib or 0.0) * GIB
     if checked.better:
-        parts.append(_neighbours("better neighbours", checked.better))
+        parts.append(_neighbours("better neighbours" if fits else "neighbours that fit", checked.better))
     else:
-        parts.append("no single change that is legal and fits is faster")
+        parts.append(f"no single change that is legal {'and fits is faster' if fits else 'fits'}")
     if checked.barred:
         parts.append(_neighbours("faster, but too large for the device", checked.barred))
     if checked.anew:
-        parts.append(
-            _neighbours("best plan with these degrees, then with one of them moved by a step", checked.anew, True)
-        )
+        parts += _anew(checked.anew)
     return tuple(parts)
 
 
+def _anew(found: tuple[Neighbour, ...]) -> tuple[RenderableType, ...]:
+    """The best plans with these degrees and those near, and each of the plans in a line to copy."""
+    from shardsmith.design.reports.plan_tables import numbered
+
+    title = "best plan with these degrees, then with one of them moved by a step"
+    return _neighbours(title, found, whole=True), numbered("plans of that table", (n.plan for n in found))
+
+
 def _neighbours(title: str, found: tuple[Neighbour, ...], whole: bool = False) -> Table:
-    """What becomes of the plan; with `whole` plans in full."""
+    """What becomes of the plan; `whole` ones have numbers."""
     table = Table(title=title, title_justify="left")
-    for column in ("field", "from", "to", "time", "fullest rank"):
+    for column in (*(("#",) if whole else ()), "field", "from", "to", "time", "fullest rank"):
         table.add_column(column, no_wrap=True)
-    if whole:
-        table.add_column("plan", overflow="fold")
-    for n in found:
-        cells = (n.axis, n.before, n.after, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
-        table.add_row(*cells, *((n.plan,) if whole else ()))
+    for place, n in enumerate(found, 1):
+        cells = (n.axis, n.before, n.becomes, f"{(n.ratio or 0) - 1:+.1%}", f"{n.peak_gib:.1f} GiB")
+        table.add_row(*((str(place),) if whole else ()), *cells)
     return table

@@ -130,6 +130,11 @@ def console_for(stream: Any, least: int = 0) -> Console:
     return console
 
 
+def room_in(stream: Any) -> int:
+    """Characters that a line has room for: those of a terminal; a file or a pipe has no end."""
+    return console_for(stream).width if stream.isatty() else sys.maxsize
+
+
 def width_of(table: Table) -> int:
     """Characters that a table needs so that no cell is cut: a terminal wraps what is wider, instead of hiding it."""
 

@@ -22,7 +22,12 @@ OPTIONS = (
     click.option("--global-batch", type=int, help="Sequences of a step (without a file: 2 x pipeline a data rank)."),
     click.option("--cluster", help="Preset or TOML file (default: local)."),
     click.option("--nodes", type=int, help="Nodes of the cluster."),
-    click.option("--dtype", metavar="|".join(get_args(Dtype)), help="Dtype of the computation (default: float32)."),
+    click.option(
+        "--dtype",
+        metavar="|".join(get_args(Dtype)),
+        help="Dtype of the computation (default: that of the file; without one float32, and bfloat16 where check or "
+        "simulate price a cluster with figures).",
+    ),
     click.option(
         "--set",
         "overrides",

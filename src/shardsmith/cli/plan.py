@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -10,14 +11,14 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardsmith import api
-from shardsmith.cli.common import Answer, check_writable, verb
+from shardsmith.cli.common import Answer, check_writable, room_in, verb, width_of
 from shardsmith.cli.serving import named, serving_options
 from shardsmith.plan.stages import brief
 from shardsmith.specs.job import Dtype
 from shardsmith.units import GIB, counted, format_seconds
 
 if TYPE_CHECKING:
-    from shardsmith.design.planner.result import Choice, SearchResult
+    from shardsmith.design.planner.result import Choice, RuleNote, SearchResult
     from shardsmith.plan.plan import Plan
 
 COLUMNS = (
@@ -26,6 +27,11 @@ COLUMNS = (
 )
 SELDOM = ("context", "ulysses", "replicate", "expert", "expert_tensor", "zero_gather", "recompute", "overlap")
 """Columns that are left out where no plan has anything to say in them."""
+DROPPED = (
+    *("TFLOP/s", "bubble", "overlap", "zero_gather", "recompute", "80 % of runs", "replicate", "ulysses"),
+    *("microbatch", "expert_tensor", "zero", "schedule", "context", "expert", "data", "pipeline", "tensor"),
+)
+"""Columns that go one after another where a terminal is too narrow; every plan stands below in full."""
 DTYPES = (*get_args(Dtype), "float8")
 
 
@@ -114,16 +120,18 @@ def command(out: Path | None, html: Path | None, explain: bool, **options: Any) 
 
 
 def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableType, ...]:
+    from shardsmith.design.reports.plan_tables import memory_table, numbered
+
     best = found.best
     s = best.setup
     parts: list[RenderableType] = [
         f"{s.model.name}, {s.workload.global_batch} x {s.workload.seq_len} tokens in {_dtype(found)}, on "
         f"{s.cluster.devices} x {s.cluster.device.name}, priced as {found.target}",
-        _ranking(found.plans),
+        *_ranking(found.plans, room_in(sys.stdout)),
         f"best: {brief(s)}",
-        *([_in_full(found.plans)] if len(found.plans) > 1 else []),
+        *([numbered("in full", _briefly(found.plans))] if len(found.plans) > 1 else []),
         best.binds,
-        _memory(best),
+        memory_table(best.estimate, "memory of a rank in GiB, by pipeline rank"),
     ]
     if found.totals:
         t = found.totals
@@ -138,17 +146,16 @@ def _show(found: SearchResult, explain: bool, wide: bool) -> tuple[RenderableTyp
             f"{s.workload.global_batch} sequences hold data ranks back: global_batch = {found.nearby.global_batch} "
             f"would train {found.nearby.faster - 1:.1%} more of them a second"
         )
-    parts.append("rules of thumb:\n" + "\n".join(f"- {note.verdict}: {note.rule} {note.text}" for note in best.rules))
+    parts.append("\n".join(["rules of thumb:", *(_rule(note, explain) for note in best.rules)]))
     if explain:
         parts.append(_neighbours(best))
     if explain or wide:
-        parts.append(_front(found))
+        parts += [_front(found), numbered("plans of that table", _briefly(found.pareto))]
     parts.append("assumed:\n" + "\n".join(f"- {line}" for line in found.assumptions))
     counts = f"{found.searched:,} plans weighed by memory and time, {found.priced:,} of them priced on their own"
     parts.append(f"{counts}; {found.dismissed:,} ruled out by bounds before; {found.seconds:.2f} s")
     # Last, as nothing of it changes the figures: what the software cannot run, or the engine not train yet.
-    parts += ["\n" + str(fault) for fault in found.warnings]
-    return tuple(parts)
+    return (*parts, *("\n" + str(fault) for fault in found.warnings))
 
 
 def _dtype(found: SearchResult) -> str:
@@ -167,24 +174,54 @@ def _hours(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
-def _ranking(plans: tuple[Choice, ...]) -> Table:
-    table = Table(title="best plan of each combination of degrees", title_justify="left")
+def _briefly(choices: tuple[Choice, ...]) -> list[Plan]:
+    return [brief(choice.setup) for choice in choices]
+
+
+def _rule(note: RuleNote, explain: bool) -> str:
+    """A rule of thumb in a line, and with `explain` the plan that decides otherwise in a second one."""
+    line = f"- {note.verdict}: {note.rule} {note.text}"
+    return f"{line}\n  {note.other}" if explain and note.other else line
+
+
+def _ranking(plans: tuple[Choice, ...], width: int) -> tuple[RenderableType, ...]:
+    """The ranked plans, without the columns that `width` characters have no room for, and a word on these."""
     names = [name for name in COLUMNS if name not in SELDOM or any(name in c.setup.plan.stated() for c in plans)]
-    for column in (*names, "step", "80 % of runs", "MFU", "TFLOP/s", "fullest rank", "bubble"):
+    rows = [_cells(place, choice, names) for place, choice in enumerate(plans, 1)]
+    left: list[str] = []
+    for name in (None, *DROPPED):
+        left += [name] if name in rows[0] else []
+        table = _table(rows, [column for column in rows[0] if column not in left])
+        if width_of(table) <= width:
+            break
+    if not left:
+        return (table,)
+    return table, f"no room in {width} characters for: {', '.join(sorted(left, key=[*rows[0]].index))}"
+
+
+def _table(rows: list[dict[str, str]], columns: list[str]) -> Table:
+    table = Table(title="best plan of each combination of degrees", title_justify="left")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for choice in plans:
-        e, plan = choice.estimate, choice.setup.plan
-        low, high = e.interval_s
-        table.add_row(
-            *(_cell(plan, name) for name in names),
-            format_seconds(e.step_time_s),
-            f"{format_seconds(low)} - {format_seconds(high)}",
-            f"{e.mfu:.1%}",
-            f"{e.tflops_per_gpu:.0f}",
-            f"{e.peak / GIB:.1f} GiB",
-            f"{e.breakdown['bubble'] / e.step_time_s:.1%}",
-        )
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
     return table
+
+
+def _cells(place: int, choice: Choice, names: list[str]) -> dict[str, str]:
+    """A row of the ranking by column, `names` being fields of the plan."""
+    e = choice.estimate
+    low, high = e.interval_s
+    return {
+        "#": str(place),
+        **{name: _cell(choice.setup.plan, name) for name in names},
+        "step": format_seconds(e.step_time_s),
+        "80 % of runs": f"{format_seconds(low)} - {format_seconds(high)}",
+        "MFU": f"{e.mfu:.1%}",
+        "TFLOP/s": f"{e.tflops_per_gpu:.0f}",
+        "fullest rank": f"{e.peak / GIB:.1f} GiB",
+        "bubble": f"{e.breakdown['bubble'] / e.step_time_s:.1%}",
+    }
 
 
 def _cell(plan: Plan, name: str) -> str:
@@ -195,23 +232,6 @@ def _cell(plan: Plan, name: str) -> str:
     return f"{value} x{plan.stages_per_rank}" if name == "schedule" and plan.stages_per_rank else str(value)
 
 
-def _in_full(plans: tuple[Choice, ...]) -> str:
-    """The plans that are ranked, each in one line that any verb takes."""
-    return "in full:\n" + "\n".join(f"{place}. {brief(choice.setup)}" for place, choice in enumerate(plans, 1))
-
-
-def _memory(choice: Choice) -> Table:
-    ranks = choice.estimate.shown
-    table = Table(title="memory of a rank in GiB, by pipeline rank", title_justify="left")
-    for column in ("pipeline rank", *ranks[0].items, "total"):
-        table.add_column(column, justify="right")
-    for rank in ranks:
-        table.add_row(
-            str(rank.pipeline_rank), *(f"{v / GIB:.1f}" for v in rank.items.values()), f"{rank.total / GIB:.1f}"
-        )
-    return table
-
-
 def _neighbours(choice: Choice) -> Table:
     table = Table(title="one step away from the best plan", title_justify="left")
     for column in ("field", "from", "to", "time", "fullest rank", "why not"):
@@ -219,17 +239,16 @@ def _neighbours(choice: Choice) -> Table:
     for n in choice.neighbours:
         time = "" if n.ratio is None else f"{n.ratio - 1:+.1%}"
         size = "" if n.peak_gib is None else f"{n.peak_gib:.1f} GiB"
-        table.add_row(n.axis, n.before, n.after, time, size, n.reason)
+        table.add_row(n.axis, n.before, n.becomes, time, size, n.reason)
     return table
 
 
 def _front(found: SearchResult) -> Table:
     table = Table(title="no plan beats these in time, memory and devices", title_justify="left")
-    for column in ("nodes", "step", "fullest rank"):
-        table.add_column(column, justify="left", no_wrap=True)
-    table.add_column("plan", justify="left", overflow="fold")
-    for choice in found.pareto:
+    for column in ("#", "nodes", "step", "fullest rank", "MFU"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for place, choice in enumerate(found.pareto, 1):
         e = choice.estimate
-        nodes, plan = str(choice.setup.cluster.nodes), str(brief(choice.setup))
-        table.add_row(nodes, format_seconds(e.step_time_s), f"{e.peak / GIB:.1f} GiB", plan)
+        nodes, step, size = str(choice.setup.cluster.nodes), format_seconds(e.step_time_s), f"{e.peak / GIB:.1f} GiB"
+        table.add_row(str(place), nodes, step, size, f"{e.mfu:.1%}")
     return table

@@ -86,7 +86,7 @@ def _show(found: Simulation, drawn: bool) -> tuple[RenderableType, ...]:
     parts: list[RenderableType] = [str(fault) + "\n" for fault in found.warnings]
     parts.append(f"{setup.model.name} on {setup.cluster.name}, {counted(setup.plan.world, 'rank')}: {setup.plan}")
     parts.append(found.origin)
-    step = f"step {format_seconds(found.seconds)}"
+    step = f"simulated step {format_seconds(found.seconds)}"
     if found.low is not None and found.high is not None:
         step += f" (80 % of runs: {format_seconds(found.low)} to {format_seconds(found.high)})"
     parts.append(f"{step}, bubble {found.bubble:.2%} of the time until the last backward")

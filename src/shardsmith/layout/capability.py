@@ -30,9 +30,7 @@ def capability_faults(setup: Setup, *, running: bool) -> list[Fault]:
     if model.mtp_layers:
         said = setup.said("model.mtp_layers")
         message = "training layers that predict further tokens is not built yet"
-        faults.append(
-            NOT_BUILT.fault(message, *said, hint="mtp_layers = 0: the model without them (--set model.mtp_layers=0)")
-        )
+        faults.append(NOT_BUILT.fault(message, *said, hint="--set model.mtp_layers=0: the model without them"))
     for part in ("experts", "latent"):
         if getattr(model, part) is None:
             continue

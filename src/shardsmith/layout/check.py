@@ -19,7 +19,7 @@ from shardsmith.plan.setup import Setup
 from shardsmith.plan.stages import settled, stage_faults, stages_per_rank
 from shardsmith.schedule import orders
 from shardsmith.schedule.rules import FEW_MICROBATCHES, SMALL_GROUP
-from shardsmith.specs.cluster import ClusterSpec
+from shardsmith.specs.cluster import ClusterSpec, link_warnings
 from shardsmith.units import GIB, counted, format_bytes
 
 ORDER = Code(
@@ -118,6 +118,7 @@ def examine(setup: Setup, *, running: bool = False, cured: bool = True) -> Check
     errors = {f.code for f in faults if f.severity == "error"}
     memory = stage_states(setup) if errors <= STILL_PLACED else ()
     faults += [*world_faults(setup), *length_faults(setup), *memory_faults(setup, memory)]
+    faults += link_warnings(setup.cluster, setup.origin("cluster.levels"))
     if cured and errors:
         faults = with_cures(setup, faults, _errors)
     return Checked(setup=setup, faults=(*faults, *able), memory=memory)

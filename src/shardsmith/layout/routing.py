@@ -153,6 +153,8 @@ def uneven_faults(model: ModelSpec, imbalance: float, ranks: float = math.inf, *
     if 1.0 <= imbalance <= most:
         return []
     has = "no experts" if experts is None else f"experts.count / top_k = {experts.count} / {experts.top_k}"
-    message = f"imbalance = {imbalance:g} is not between 1 and {most:g}"
+    dense = experts is None and imbalance > 1.0
+    message = "this model has no experts" if dense else f"not between 1 and {most:g}"
+    message = f"imbalance = {imbalance:g}, but {message}" if dense else f"imbalance = {imbalance:g} is {message}"
     values = (("--imbalance", f"imbalance = {imbalance:g}"), *said, (model.name, has))
     return [IMBALANCE.fault(message, *values, hint="imbalance = 1" if most == 1 else f"imbalance = 1 to {most:g}")]

@@ -88,6 +88,7 @@ def _read(text: str, hint: Any) -> Any:
     if origin in (Union, UnionType):
         return _first(text, members)
     if origin is Literal:
+        text = json.loads(text) if text.startswith('"') else text
         by_text = {str(m): m for m in members}
         if text not in by_text:
             raise ValueError(text)

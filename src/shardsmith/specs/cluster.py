@@ -33,6 +33,19 @@ ABSURD = Code(
     title="a figure that no machine has",
     because="a slip of the unit or of the decimal point would be priced like any other figure, and every answer wrong",
 )
+WHOLE_NODES = Code(
+    code="H106",
+    title="link domains that do not nest",
+    because="ranks are counted through nodes and domains: a domain holds whole smaller ones, a whole number of nodes, "
+    "or an equal part of one, or else it would end in the middle of another",
+)
+SLOWER_INSIDE = Code(
+    code="H107",
+    title="an inner link that is slower than the one around it",
+    because="groups of few ranks are put inside the smallest domain as the fastest; with the figures exchanged, every "
+    "placement is priced the wrong way round",
+    severity="warning",
+)
 RANGES = {
     "nodes": (1, 10**15),
     "devices_per_node": (1, 10**15),
@@ -125,7 +138,7 @@ def _figures(spec: ClusterSpec) -> Iterator[tuple[str, str, float | None]]:
 
 
 def cluster_faults(spec: ClusterSpec, source: str, sources: Mapping[str, str] | None = None) -> list[Fault]:
-    """Every rule that `spec`, read from `source`, breaks by itself (H102 to H105); empty for a sound cluster.
+    """Every rule that `spec`, read from `source`, breaks by itself (H102 to H106); empty for a sound cluster.
 
     `sources` names another origin for single keys (`levels.0.latency_us`).
     """
@@ -152,6 +165,7 @@ def cluster_faults(spec: ClusterSpec, source: str, sources: Mapping[str, str] | 
                     hint="list the smallest domain first, and leave size out for the outermost only",
                 )
             )
+    faults += _nesting_faults(spec, source)
     if spec.nodes > 1 and spec.devices_per_node is None:
         faults.append(
             NODE_SIZE.fault(
@@ -162,3 +176,41 @@ def cluster_faults(spec: ClusterSpec, source: str, sources: Mapping[str, str] | 
             )
         )
     return faults
+
+
+def _nesting_faults(spec: ClusterSpec, source: str) -> list[Fault]:
+    """Domains (H106) that end inside a node or inside a smaller domain."""
+    faults = []
+    parts = [(link.name, link.size, f"{link.name}: size = {link.size}") for link in spec.levels if link.size]
+    each = spec.devices_per_node
+    for at, (name, size, said) in enumerate(parts):
+        if size < 1:
+            continue
+        if each is not None and each > 0 and size % each and each % size:
+            message = f"a domain of {name} holds {size} devices, a node {each}"
+            faults.append(
+                WHOLE_NODES.fault(
+                    message, (source, said), (source, f"devices_per_node = {each}"), hint=f"size = {each}"
+                )
+            )
+        elif at and 0 < parts[at - 1][1] < size and size % parts[at - 1][1]:
+            inner, least, also = parts[at - 1]
+            message = f"a domain of {name} holds {size} devices, one of {inner} inside it {least}"
+            faults.append(
+                WHOLE_NODES.fault(message, (source, also), (source, said), hint=f"size = {size // least * least}")
+            )
+    return faults
+
+
+def link_warnings(spec: ClusterSpec, source: str) -> list[Fault]:
+    """Levels whose devices reach one another more slowly than those of the level around them (H107)."""
+    return [
+        SLOWER_INSIDE.fault(
+            f"{inner.name} has {inner.bandwidth_gbs:g} GB/s a device, {outer.name} around it {outer.bandwidth_gbs:g}",
+            (source, f"{inner.name}: bandwidth_gbs = {inner.bandwidth_gbs:g}"),
+            (source, f"{outer.name}: bandwidth_gbs = {outer.bandwidth_gbs:g}"),
+            hint="bandwidths of one device in one direction, the fastest level first; measured ones may stay",
+        )
+        for inner, outer in zip(spec.levels, spec.levels[1:], strict=False)
+        if inner.bandwidth_gbs < outer.bandwidth_gbs
+    ]

@@ -28,6 +28,11 @@ UNKNOWN_CLUSTER = Code(
     title="unknown cluster",
     because="a cluster is a preset or a TOML file; no device stands in for another",
 )
+PLAN_FILE = Code(
+    code="F113",
+    title="a plan or job file where a model or a cluster is wanted",
+    because="such a file has tables of its own for model, cluster and plan; the verbs that take it read them all",
+)
 
 
 def model_names() -> tuple[str, ...]:
@@ -51,7 +56,7 @@ def model_named(name: str | Path) -> ModelSpec:
     if text in model_names():
         return _preset_model(text)
     if text.endswith(".toml"):
-        return model_from_table(read_toml(name), source=text)
+        return model_from_table(_one_spec(read_toml(name), text, "model"), source=text)
     # A path or hub name was meant where something is there, or there is a slash or a suffix.
     if Path(name).exists() or "/" in text or "\\" in text or text.endswith(".json"):
         return from_hf_config(name)
@@ -97,7 +102,7 @@ def cluster_named(name: str | Path, nodes: int | None = None) -> ClusterSpec:
     if text in cluster_names():
         spec = cluster_from_table(_preset("clusters", text), source=f"preset {text}")
     elif text.endswith(".toml"):
-        spec = cluster_from_table(read_toml(name), source=text)
+        spec = cluster_from_table(_one_spec(read_toml(name), text, "cluster"), source=text)
     else:
         raise UNKNOWN_CLUSTER.refuse(f"there is no cluster {text!r}", hint=did_you_mean(text, cluster_names()))
     if nodes is None:
@@ -121,6 +126,19 @@ def cluster_from_table(data: Mapping[str, Any], *, source: str, section: str = "
     spec = parse_table(ClusterSpec, data, source=source, section=section)
     raise_errors(cluster_faults(spec, source))
     return spec
+
+
+def _one_spec(data: dict[str, Any], source: str, kind: str) -> dict[str, Any]:
+    """The table of a model or cluster file. Raises `Refused` (F113) where the file is a plan or a job."""
+    tables = [name for name in ("model", "workload", "cluster", "plan") if name in data]
+    if not tables:
+        return data
+    has = ", ".join(f"[{name}]" for name in tables)
+    raise PLAN_FILE.refuse(
+        f"{source} is a plan file, not a {kind}",
+        (source, has),
+        hint=f"a preset or a {kind} file here; shardsmith check {source} takes the plan",
+    )
 
 
 @cache

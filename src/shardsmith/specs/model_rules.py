@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from shardsmith.errors import Code, Fault
-from shardsmith.specs.model import ModelSpec, RopeScaling, YarnScaling
+from shardsmith.specs.model import Experts, ModelSpec, RopeScaling, YarnScaling
+from shardsmith.units import counted
 
 POSITIVE_SIZE = Code(
     code="M101", title="a model size must be positive", because="a model with an empty dimension computes nothing"
@@ -172,30 +175,70 @@ def _learned_faults(spec: ModelSpec, source: str) -> list[Fault]:
     ]
 
 
+_Rule = tuple[str, tuple[str, ...], str]
+"""A rule of experts that is broken: message, keys of the values that clash, hint."""
+
+
 def _expert_faults(spec: ModelSpec, source: str) -> list[Fault]:
     e = spec.experts
     if e is None:
         return []
-    each = e.count // e.groups if e.groups > 0 else 0
-    wrong = {
-        "count, top_k, ffn and groups must be 1 or more": min(e.count, e.top_k, e.ffn, e.groups, e.top_groups) < 1,
-        "first_dense, shared_ffn and coefficients must not be negative": min(
-            e.first_dense, e.shared_ffn, e.aux_loss, e.z_loss, e.bias_rate
-        )
-        < 0,
-        "top_k must not exceed the experts of the best groups": e.top_k > each * min(e.top_groups, e.groups),
-        "groups must divide count": e.groups > 0 and e.count % e.groups != 0,
-        "top_groups must not exceed groups": e.top_groups > e.groups,
-        "a group scored by its two best experts needs two": e.groups > 1 and e.score == "sigmoid" and each < 2,
-        "first_dense must leave a layer with experts": e.first_dense >= spec.layers,
-        "shared_gate weighs a shared expert": e.shared_gate and not e.shared_ffn,
-        "experts are gated: activation = swiglu": not spec.gated,
-    }
-    return [
-        EXPERTS.fault(message, (source, f"experts = {e}"), hint="see the presets mixtral-8x7b and deepseek-v3")
-        for message, broken in wrong.items()
-        if broken
+    wrong: list[_Rule] = [
+        (f"{name} = {getattr(e, name)} must be 1 or more", (name,), f"{name} = 1")
+        for name in ("count", "top_k", "ffn", "groups", "top_groups")
+        if getattr(e, name) < 1
     ]
+    if not wrong:  # it divides by these
+        wrong += _group_rules(e)
+    wrong += [
+        (f"{name} = {getattr(e, name):g} must not be negative", (name,), f"{name} = 0")
+        for name in ("first_dense", "shared_ffn", "aux_loss", "z_loss", "bias_rate")
+        if getattr(e, name) < 0
+    ]
+    if e.first_dense >= spec.layers:
+        message = f"first_dense = {e.first_dense} leaves no layer with experts of {spec.layers}"
+        wrong.append((message, ("first_dense",), f"first_dense = {spec.layers - 1}"))
+    if e.shared_gate and not e.shared_ffn:
+        wrong.append(
+            (
+                "shared_gate weighs a shared expert, and there is none",
+                ("shared_gate", "shared_ffn"),
+                "shared_gate = false",
+            )
+        )
+    found = [
+        EXPERTS.fault(message, *((source, f"experts.{key} = {_toml(getattr(e, key))}") for key in keys), hint=hint)
+        for message, keys, hint in wrong
+    ]
+    if not spec.gated:
+        said = (source, f"activation = {_toml(spec.activation)}")
+        found.append(EXPERTS.fault("experts are gated MLPs", said, hint='activation = "swiglu"'))
+    return found
+
+
+def _group_rules(e: Experts) -> list[_Rule]:
+    """What is wrong between counts that are all 1 or more."""
+    if e.count % e.groups:
+        near = max(d for d in range(1, e.groups + 1) if e.count % d == 0)
+        message = f"groups = {e.groups} does not divide {e.count} experts"
+        return [(message, ("count", "groups"), f"groups = {near}")]
+    each, found = e.count // e.groups, list[_Rule]()
+    most = each * min(e.top_groups, e.groups)
+    keys = ("count", "top_k", *(("groups", "top_groups") if e.groups > 1 else ()))
+    if e.top_k > most:
+        of = "experts that there are" if most == e.count else f"experts of the best {counted(e.top_groups, 'group')}"
+        found.append((f"top_k = {e.top_k} is more than the {most} {of}", keys, f"top_k = {most}"))
+    if e.top_groups > e.groups:
+        message = f"top_groups = {e.top_groups} is more than {counted(e.groups, 'group')}"
+        found.append((message, ("groups", "top_groups"), f"top_groups = {e.groups}"))
+    if e.groups > 1 and e.score == "sigmoid" and each < 2:
+        message = f"a group scored by its two best experts has {each}"
+        found.append((message, ("count", "groups", "score"), f"groups = {max(e.count // 2, 1)}"))
+    return found
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value)
 
 
 def _latent_faults(spec: ModelSpec, source: str) -> list[Fault]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from shardsmith.design.cost.batch import Array
+from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.held import Held, Share, held
 from shardsmith.design.cost.interval import interval
 from shardsmith.design.cost.layouts import batch_of, layouts_of
@@ -42,16 +42,38 @@ class RankMemory:
         return {"pipeline_rank": self.pipeline_rank, "stages": list(self.stages), **sizes, "total": self.total / GIB}
 
 
-MOST_RANKS = 6
-"""Pipeline ranks up to which all are shown."""
+PART_WORDS = {
+    "compute": "compute",
+    "exchange": "exchange inside layers",
+    "bubble": "pipeline bubble",
+    "imbalance": "uneven stages",
+    "pipeline": "messages between stages",
+    "data": "gradients and weights over data ranks, exposed",
+    "optimizer": "optimiser step",
+}
+"""What a person reads for each part of a step."""
+ITEM_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimiser states",
+    "gathered": "gathered weights",
+    "activations": "activations",
+    "logits": "logits",
+    "transient": "work space",
+    "reserve": "runtime and allocator",
+}
+"""What a person reads for each item of memory."""
+NO_TIME = 1e9
+"""Times its bandwidth, a link takes no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What the cost model says of one plan. Seconds and bytes; `interval_s` holds 80 % of measured runs of its kind.
 
-    `breakdown` names the parts of the step, which add up to it. `tflops_per_gpu` counts `model_flops` (causal
-    scores, nothing computed twice), `mfu` is its share of the dense peak.
+    `breakdown` names the parts of the step, which add up to it: `compute` of the mean rank, and apart from it
+    `exchange`, what its layers wait for tensor, context, expert and (at ZeRO 3) data ranks. `tflops_per_gpu` counts
+    `model_flops` (causal scores, nothing computed twice), `mfu` is its share of the dense peak.
     """
 
     step_time_s: float
@@ -66,14 +88,6 @@ class Estimate:
     def peak(self) -> float:
         """Bytes of the fullest rank."""
         return max(rank.total for rank in self.memory)
-
-    @property
-    def shown(self) -> tuple[RankMemory, ...]:
-        """The ranks of a table: all of a few, else the first three, the last two and the fullest."""
-        if len(self.memory) <= MOST_RANKS:
-            return self.memory
-        fullest = max(self.memory, key=lambda rank: rank.total)
-        return tuple(rank for rank in self.memory if rank in (*self.memory[:3], fullest, *self.memory[-2:]))
 
 
 def estimate(
@@ -101,6 +115,7 @@ def estimate_plans(s: Subject, setups: Sequence[Setup]) -> tuple[Estimate, ...]:
     kinds = precision(first.plan, first.workload)
     b = batch_of(s, layouts_of([setup.plan for setup in setups], s.model, s.workload), kinds)
     parts, memory = step(b, s.constants), _memory(s, setups)
+    alone = np.minimum(step(_without_links(b), s.constants).compute, parts.compute)
     low, high = interval(b, s.constants, parts.total)
     tokens = s.workload.global_batch * s.workload.seq_len
     flops = model_flops(s.model, seq_len=s.workload.seq_len, tokens=tokens).total
@@ -110,7 +125,8 @@ def estimate_plans(s: Subject, setups: Sequence[Setup]) -> tuple[Estimate, ...]:
         achieved = flops / seconds / setup.plan.world
         used = mfu(achieved, s.peak)
         assert used is not None, "a device without a peak has been refused"
-        named = {f.name: getattr(parts, f.name) for f in fields(parts) if f.name != "total"}
+        others = (f.name for f in fields(parts) if f.name not in ("total", "compute"))
+        named = {"compute": alone, "exchange": parts.compute - alone, **{k: getattr(parts, k) for k in others}}
         one = Estimate(
             step_time_s=seconds,
             interval_s=(float(low[at]), float(high[at])),
@@ -122,6 +138,11 @@ def estimate_plans(s: Subject, setups: Sequence[Setup]) -> tuple[Estimate, ...]:
         )
         found.append(one)
     return tuple(found)
+
+
+def _without_links(b: Batch) -> Batch:
+    """The same cases where links take no time: what their layers take less is exchange."""
+    return replace(b, level_bandwidth=NO_TIME * b.level_bandwidth, level_latency=0.0 * b.level_latency)
 
 
 def rank_memory(s: Subject, setup: Setup) -> tuple[RankMemory, ...]:

@@ -36,6 +36,7 @@ def chosen_anew(s: Subject, setup: Setup, found: Estimate, limit: float) -> tupl
             axis=axis or "same degrees",
             before=shown(getattr(setup.plan, axis)) if axis else "",
             after=shown(getattr(plan, axis)) if axis else "",
+            beside=_degrees(setup.plan, plan, axis) if axis else (),
             plan=str(other),
             ratio=seconds / found.step_time_s,
             peak_gib=size / GIB,
@@ -43,6 +44,12 @@ def chosen_anew(s: Subject, setup: Setup, found: Estimate, limit: float) -> tupl
     own = [n for n in every.values() if n.axis not in DEGREES]
     others = (n for n in every.values() if n.axis in DEGREES)
     return (*own, *sorted(others, key=lambda n: n.ratio or 0.0))
+
+
+def _degrees(before: Plan, after: Plan, without: str) -> tuple[str, ...]:
+    """Degrees that move beside the one called `without`, with their new values."""
+    pairs = ((name, getattr(before, name), getattr(after, name)) for name in DEGREES if name != without)
+    return tuple(f"{name} = {new}" for name, old, new in pairs if old != new)
 
 
 def _best(s: Subject, plan: Plan, setup: Setup, limit: float) -> tuple[Plan, float, float] | None:

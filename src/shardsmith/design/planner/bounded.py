@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.batch import Array, Batch
 from shardsmith.design.cost.experts import Experts, experts
 from shardsmith.design.cost.kernels import Constants, Dense, dense_kernels
-from shardsmith.design.cost.layouts import Layouts, batch_of, hidden_share, layouts_of
+from shardsmith.design.cost.layouts import RECOMPUTE, Layouts, batch_of, hidden_share, layouts_of
 from shardsmith.design.cost.pipeline import hop
 from shardsmith.design.cost.schedules import DUALPIPE_V
 from shardsmith.design.cost.step import Pass, flow, one_pass, waiting
@@ -43,6 +43,8 @@ from shardsmith.plan.setup import Setup
 
 FIRST, LARGEST = 256, 2048
 """Frames in the first block, which only has to set a mark for the others, and in the largest."""
+WIDE = 16
+"""Blocks of frames whose bounds are tightened at once."""
 AT_ONCE = 512
 """Scheduled plans whose shardings are priced before the mark is looked at again."""
 DECIDING_DEGREES = ("tensor", "replicate_kv", "context", "ulysses", "expert", "expert_tensor")
@@ -144,12 +146,15 @@ class Bounded:
         rest = np.arange(len(frames))
         while len(rest):
             thresholds = found.threshold(self.count)
-            some = np.searchsorted(frames.bounds, thresholds.max())
-            rest = rest[: np.searchsorted(rest, some)]
+            rest = rest[: np.searchsorted(rest, np.searchsorted(frames.bounds, thresholds.max()))]
             rest = rest[np.less(frames.bounds[rest], thresholds[frames.group[rest]])]
-            if len(rest):
-                self._layer(frames.select(rest[:size]), found)
-                rest, size = rest[size:], min(2 * size, LARGEST)
+            some, rest = self._tightened(frames.select(rest[: WIDE * size]), found), rest[WIDE * size :]
+            for at in range(0, len(some), size):
+                part = np.arange(at, min(at + size, len(some)))
+                part = part[self._open(some.bounds[part], some.group[part], found)]
+                if len(part):
+                    self._layer(some.select(part), found)
+            size = min(2 * size, LARGEST)
 
     @property
     def kinds(self) -> Precision:
@@ -187,15 +192,36 @@ class Bounded:
 
     def _frame_bounds(self, frames: Frames) -> Array:
         """Seconds that no plan of each frame goes below: every choice inside a layer at its best, links at theirs."""
-        p, shapes = frames.layouts, distinct([frames.shape])
-        one = p.select(shapes.first)
+        return self._shape_bounds(frames.layouts, frames.shape)
+
+    def _tightened(self, frames: Frames, found: Found) -> Frames:
+        """Of some frames those that can still be kept, by rising bound: a recomputation leaves room for a microbatch,
+        and layers take its time.
+        """
+        bounds, rest = np.full(len(frames), np.inf), np.arange(len(frames))
+        split = frames.layouts.with_(sequence_parallel=np.where(frames.layouts.tensor > 1, 1.0, 0.0))
+        for again in np.arange(float(len(RECOMPUTE))):
+            p = split.select(rest).with_(recompute=np.full(len(rest), again))
+            fits = first_rank_bytes(self.space.subject, p, self.kinds) <= found.limit
+            some = rest[fits]
+            if again == 0:
+                # What recomputes nothing is the fastest, and has the bound of its frame.
+                bounds[some], rest = frames.bounds[some], rest[~fits]
+            elif len(some):
+                bounds[some] = np.minimum(bounds[some], self._shape_bounds(p.select(fits), frames.shape[some]))
+        keep = np.flatnonzero(self._open(bounds, frames.group, found))
+        return replace(frames, bounds=bounds).select(keep[np.argsort(bounds[keep], kind="stable")])
+
+    def _shape_bounds(self, p: Layouts, shape: Index) -> Array:
+        """Seconds that no plan of each `shape` with this microbatch and recomputation goes below."""
+        shapes, split = distinct([shape]), p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0))
+        one = split.select(shapes.first)
         alike = distinct([getattr(one, name) for name in DECIDING_DEGREES]).place[shapes.place]
-        rows = distinct([alike, p.microbatch])
-        hidden = self._most_hidden(p)
+        rows, hidden = distinct([alike, split.microbatch, split.recompute]), self._most_hidden(split)
         # Cutting the sequence saves time on what is wide, and costs a second call and, with some software, a gather.
         work = [
             self._work(q, self._passes(q, rows, near=True, paired=True, overlap_tensor=hidden))
-            for q in (p, p.with_(sequence_parallel=np.where(p.tensor > 1, 1.0, 0.0)))
+            for q in (split, p.with_(sequence_parallel=0.0 * p.tensor))
         ]
         return self._waited(np.minimum(*work))
 

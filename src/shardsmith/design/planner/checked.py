@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardsmith.design.cost.estimate import Estimate, estimate_plan
+from shardsmith.design.cost.limit import too_many, total_faults
 from shardsmith.design.cost.subject import DEFAULT_TARGET, subject_of
 from shardsmith.design.planner.anew import chosen_anew
 from shardsmith.design.planner.explain import binding, neighbours
@@ -12,16 +13,10 @@ from shardsmith.design.planner.priced import Priced
 from shardsmith.design.planner.result import Neighbour
 from shardsmith.design.rules.pitfalls import pitfalls
 from shardsmith.design.targets import software_faults
-from shardsmith.errors import Code, Fault
+from shardsmith.errors import Fault
 from shardsmith.layout.check import Checked
-from shardsmith.plan.setup import Setup
 from shardsmith.units import GIB
 
-TOTAL = Code(
-    code="H405",
-    title="a rank's peak exceeds its device's memory",
-    because="weights, states, activations in flight, logits, buffers and the runtime's own share have to fit together",
-)
 NOTICED = 0.99
 """A neighbour is better where it takes less than this share of the time."""
 SHOWN = 5
@@ -37,16 +32,17 @@ def price_checked(checked: Checked, target: str = DEFAULT_TARGET, *, anew: bool 
     limit = (setup.cluster.device.memory_gib or 0.0) * GIB
     every = neighbours(s, setup, found, limit)
     helped = [with_neighbour(fault, every, found, limit) for fault in checked.faults]
-    faults = [*helped, *total_faults(setup, found, limit, every), *pitfalls(s, setup, found)]
-    faults += software_faults(setup, s.target)
+    total = total_faults(setup, found.memory, memory_hint(every, found, limit))
+    faults = [*helped, *total, *pitfalls(s, setup, found), *software_faults(setup, s.target)]
     return Priced(
         checked=checked,
         faults=tuple(faults),
         estimate=found,
         better=better(every, found, limit),
         barred=barred(every),
-        binds=binding(s, [setup], [found], limit)[0],
+        binds=binding(found, limit),
         anew=chosen_anew(s, setup, found, limit) if anew else (),
+        target=target,
     )
 
 
@@ -71,22 +67,20 @@ def with_neighbour(fault: Fault, every: tuple[Neighbour, ...], found: Estimate, 
 
 
 def hint_of(neighbour: Neighbour) -> str:
-    """The change that makes a neighbour of a plan, and what it then holds."""
-    return f"{neighbour.axis} = {neighbour.after} ({neighbour.peak_gib:.1f} GiB)"
+    """The change that makes a neighbour of a plan, every field of it, and what it then holds."""
+    return f"{neighbour.axis} = {neighbour.becomes} ({neighbour.peak_gib:.1f} GiB)"
 
 
-def total_faults(setup: Setup, found: Estimate, limit: float, every: tuple[Neighbour, ...]) -> list[Fault]:
-    """A peak above the device's memory (H405), with what it is made of and the fastest neighbour that fits."""
-    fullest = max(found.memory, key=lambda rank: rank.total)
-    if fullest.total <= limit:
-        return []
-    items = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fullest.items.items() if size > 0.005 * limit)
-    message = (
-        f"pipeline rank {fullest.pipeline_rank} holds {fullest.total / GIB:.1f} GiB at its peak ({items}), "
-        f"{(fullest.total - limit) / GIB:.1f} GiB more than {setup.cluster.device.name} has"
-    )
+def memory_hint(every: tuple[Neighbour, ...], found: Estimate, limit: float) -> str:
+    """For a plan that does not fit: the fastest neighbour that does, else the smallest, with what is missing."""
     fits = better(every, found, limit)
-    hint = hint_of(fits[0]) if fits else "a plan from shardsmith plan"
-    said = setup.said("plan.tensor", "plan.pipeline", "plan.zero", "plan.recompute", "plan.microbatch")
-    device = (setup.cluster.name, f"memory_gib = {limit / GIB:g}")
-    return [TOTAL.fault(message, *said, device, hint=hint)]
+    if fits:
+        return hint_of(fits[0])
+    legal = [n for n in every if n.peak_gib is not None and n.peak_gib * GIB < found.peak]
+    if not legal:
+        return "no plan one step away holds less; shardsmith plan searches all others, and says what the least takes"
+    least = min(legal, key=lambda n: n.peak_gib or 0.0)
+    missing = too_many((least.peak_gib or 0.0) * GIB, limit)
+    return (
+        f"none one step away fits: {hint_of(least)} is still {missing} too large; shardsmith plan searches all others"
+    )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from shardsmith.design.cost.estimate import Estimate, estimate_plans
+from shardsmith.design.cost.estimate import ITEM_WORDS, PART_WORDS, Estimate
 from shardsmith.design.cost.layouts import ORDERS, RECOMPUTE, layouts_of
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.schedules import SCHEDULES
 from shardsmith.design.cost.subject import Subject
 from shardsmith.design.planner.result import Neighbour
+from shardsmith.design.rules.changes import changes, typed
 from shardsmith.errors import Refused
 from shardsmith.layout.check import examine
 from shardsmith.plan.batch import batching, divisors
@@ -22,44 +23,29 @@ from shardsmith.plan.fixed import OneOf, held_values
 from shardsmith.plan.plan import Plan
 from shardsmith.plan.precision import precision
 from shardsmith.plan.setup import Setup, shown
-from shardsmith.plan.stages import brief, settled, stages_per_rank
+from shardsmith.plan.stages import brief, even_layers, placement_of, settled, stages_per_rank
 from shardsmith.schedule import orders
 from shardsmith.units import GIB
 
 TIGHT = 0.9
 """Share of the memory from which it is said to bind."""
-NO_TIME = 1e9
-"""Times its bandwidth, a link takes no time."""
+MOST_STAGES = 16
+"""Stages up to which a table lists their layers."""
 
 
-def binding(s: Subject, setups: Sequence[Setup], found: Sequence[Estimate], limit: float) -> list[str]:
-    """What holds each plan back: the largest part of the step that is not compute, and memory where it is short.
-
-    What layers wait for tensor, context and expert ranks counts as exchange: what the same plan would save if links
-    took no time.
-    """
-    levels = tuple(
-        replace(link, bandwidth_gbs=NO_TIME * link.bandwidth_gbs, latency_us=0.0) for link in s.cluster.levels
-    )
-    linkless = replace(s, cluster=replace(s.cluster, levels=levels))
-    pairs = zip(found, estimate_plans(linkless, setups) if setups else (), strict=True)
-    return [_binds(e, e.breakdown["compute"] - bare.breakdown["compute"], limit) for e, bare in pairs]
-
-
-def _binds(e: Estimate, exchange: float, limit: float) -> str:
-    compute = e.breakdown["compute"] - exchange
+def binding(e: Estimate, limit: float) -> str:
+    """What holds a plan back: the largest part of the step that is not compute, and memory where it is short."""
     parts = {name: seconds for name, seconds in e.breakdown.items() if name != "compute"}
-    parts["exchange inside layers"] = exchange
     worst = max(parts, key=lambda name: parts[name])
     fullest = max(e.memory, key=lambda rank: rank.total)
     item = max(fullest.items, key=lambda name: fullest.items[name])
-    text = f"compute is {compute / e.step_time_s:.0%} of the step"
+    text = f"compute is {e.breakdown['compute'] / e.step_time_s:.0%} of the step"
     if parts[worst] > 0:
-        text += f", then {worst} {parts[worst] / e.step_time_s:.1%}"
+        text += f", then {PART_WORDS[worst]} {parts[worst] / e.step_time_s:.1%}"
     tight = "memory binds" if fullest.total > TIGHT * limit else "memory is free"
     return (
         f"{text}; {tight}: {fullest.total / GIB:.1f} of {limit / GIB:.1f} GiB on pipeline rank "
-        f"{fullest.pipeline_rank}, most of it {item} ({fullest.items[item] / GIB:.1f})"
+        f"{fullest.pipeline_rank}, most of it {ITEM_WORDS[item]} ({fullest.items[item] / GIB:.1f})"
     )
 
 
@@ -69,10 +55,10 @@ def neighbours(
     """Every plan one step away from `setup`: its time over this plan's, its memory, or why it is not legal.
 
     A degree moves to the next one that divides the devices, and the data ranks (for data: the pipeline) make up
-    for it; a microbatch that no longer divides becomes the next smaller one that does. A step that moves one of the
-    fields that are `held` to a value that they may not have says so.
+    for it; a microbatch that no longer divides becomes the next smaller one that does. Two steps to the same plan are
+    one. A step that moves one of the fields that are `held` to a value that they may not have says so.
     """
-    moved, own = list(_moves(s, setup)), brief(setup)
+    moved, own = _moved(s, setup), setup.plan
     sound, reasons = [], {}
     for at, (_, plan) in enumerate(moved):
         other = _settled(replace(setup, plan=plan))
@@ -99,9 +85,10 @@ def neighbours(
         out.append(
             Neighbour(
                 axis=axis,
-                before=shown(getattr(own, axis)),
-                after=shown(getattr(plan, axis)),
-                plan=str(plan),
+                before=_value(setup, own, axis),
+                after=_value(setup, plan, axis),
+                beside=tuple(changes(setup, plan, without=axis)),
+                plan=str(brief(replace(setup, plan=plan))),
                 ratio=None if at in reasons else seconds / found.step_time_s,
                 peak_gib=None if at in reasons else size / GIB,
                 reason=reasons.get(at, fixed or short),
@@ -125,6 +112,25 @@ def degree_steps(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
             yield axis, _fitted(plan, setup, **_with_degree(plan, axis, value))
 
 
+def _moved(s: Subject, setup: Setup) -> list[tuple[str, Plan]]:
+    """(field, plan) of every step, each plan once and in words that can be typed."""
+    found: dict[Plan, str] = {}
+    for axis, plan in _moves(s, setup):
+        found.setdefault(typed(setup, plan), axis)
+    return [(axis, plan) for plan, axis in found.items() if plan != setup.plan]
+
+
+def _value(setup: Setup, plan: Plan, axis: str) -> str:
+    """A field of a legal plan as a table shows it, in numbers where they follow from others."""
+    if axis == "layers":
+        even = even_layers(setup.model.layers, len(placement_of(plan)))
+        value = brief(replace(setup, plan=plan)).layers or even
+        return "even" if value == even and len(even) > MOST_STAGES else shown(value)
+    if axis in ("microbatch", "microbatches"):
+        return shown(getattr(batching(plan, setup.workload), axis))
+    return shown(stages_per_rank(plan) if axis == "stages_per_rank" else getattr(plan, axis))
+
+
 def _settled(setup: Setup) -> Setup | None:
     try:
         batching(setup.plan, setup.workload)
@@ -141,8 +147,9 @@ def _moves(s: Subject, setup: Setup) -> Iterator[tuple[str, Plan]]:
         if plan.zero:
             yield "replicate", plan.with_(replicate=value)
     each = setup.workload.global_batch // plan.data
+    name = "microbatches" if plan.microbatch is None and plan.microbatches is not None else "microbatch"
     for value in _around(divisors(each), batching(plan, setup.workload).microbatch):
-        yield "microbatch", plan.with_(microbatch=value, microbatches=each // value)
+        yield name, plan.with_(microbatch=value, microbatches=each // value)
     for level in (plan.zero - 1, plan.zero + 1):
         if 0 <= level <= 3 and plan.shard * plan.context > 1:
             yield "zero", plan.with_(zero=level, replicate=plan.replicate if level else 1)
@@ -171,7 +178,8 @@ def _pipelines(s: Subject, plan: Plan) -> Iterator[tuple[str, Plan]]:
         for value in (stages_per_rank(plan) - 1, stages_per_rank(plan) + 1):
             if value >= 2 and value * plan.pipeline <= s.model.layers:
                 yield "stages_per_rank", plan.with_(stages_per_rank=value, layers=None)
-    yield "layers", plan.with_(layers=None if plan.layers else "weighed")
+    even = even_layers(s.model.layers, len(placement_of(plan)))
+    yield "layers", plan.with_(layers=even if plan.layers else "weighed")
 
 
 def _orders(plan: Plan) -> Iterator[str]:

@@ -23,7 +23,7 @@ class Priced:
     """A check, and where cluster and plan allow it what the plan costs, what binds and which neighbours are better.
 
     `barred` neighbours would be faster but do not fit. `anew`, where asked for, holds the best plan with
-    these degrees, and with each degree one step further.
+    these degrees, and with each degree one step further. `target` is the software that was priced.
     """
 
     checked: Checked
@@ -33,6 +33,7 @@ class Priced:
     barred: tuple[Neighbour, ...] = ()
     anew: tuple[Neighbour, ...] = ()
     binds: str = ""
+    target: str | None = None
 
     @property
     def setup(self) -> Setup:
@@ -54,12 +55,28 @@ class Priced:
         """Faults that the plan may have."""
         return tuple(f for f in self.faults if f.severity == "warning")
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """On what the price rests that the plan does not have, or which devices it leaves out; why there is none."""
+        world, devices = self.setup.plan.world, self.setup.cluster.devices
+        if self.estimate is None:
+            return () if self.errors else (f"no price: {why_unpriced(self.checked)}",)
+        found = []
+        if devices is not None and world > devices:
+            found.append(f"priced as if there were {world:,} devices, of which the cluster has {devices:,}")
+        if devices is not None and world < devices:
+            used, share = self.estimate, world / devices
+            over = f"MFU {used.mfu * share:.1%}, {used.tokens_per_s_per_gpu * share:,.0f} tokens/s a device"
+            found.append(f"MFU and tokens/s count the {world:,} devices in use; over all {devices:,}: {over}")
+        return tuple(found)
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values. With a price `memory_gib` counts every item by rank; without one states by stage, and
         `unpriced` says why.
         """
         data = as_json(self.checked)
         data |= {"errors": [f.as_json() for f in self.errors], "warnings": [f.as_json() for f in self.warnings]}
+        data |= {"workload": vars(self.setup.workload), "target": self.target, "remarks": list(self.remarks)}
         if self.estimate is None:
             return data | {"unpriced": why_unpriced(self.checked)}
         return data | {

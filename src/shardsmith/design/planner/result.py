@@ -12,6 +12,7 @@ from shardsmith.errors import Fault
 from shardsmith.layout.capability import capability_faults
 from shardsmith.layout.check import length_faults
 from shardsmith.plan.setup import Setup
+from shardsmith.specs.cluster import link_warnings
 
 Verdict = Literal["followed", "beaten", "does not apply"]
 Objective = Literal["fastest", "fewest", "cheapest"]
@@ -46,8 +47,9 @@ class RuleNote:
 class Neighbour:
     """One change to a plan (`axis`: `before` -> `after`) and what becomes of it.
 
-    `ratio` is its step time over the plan's, `peak_gib` its fullest rank; where the change is illegal or does
-    not fit, `reason` says so and the figures may be None.
+    `beside` names what else moves with it (`data = 1`): laid over the plan together they give `plan`. `ratio` is its
+    step time over the plan's, `peak_gib` its fullest rank; where the change is illegal or does not fit, `reason` says
+    so and the figures may be None.
     """
 
     axis: str
@@ -57,10 +59,16 @@ class Neighbour:
     ratio: float | None = None
     peak_gib: float | None = None
     reason: str = ""
+    beside: tuple[str, ...] = ()
+
+    @property
+    def becomes(self) -> str:
+        """The new value, and all that moves beside it: `8, data = 1`."""
+        return ", ".join((self.after, *self.beside))
 
     def as_json(self) -> dict[str, Any]:
         """The neighbour as plain JSON values, without those it does not have."""
-        return {key: value for key, value in vars(self).items() if value not in (None, "")}
+        return {key: value for key, value in vars(self).items() if value not in (None, "", ())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +146,14 @@ class SearchResult:
 
     @property
     def warnings(self) -> tuple[Fault, ...]:
-        """What the best plan has that its software has not (X352), a sequence beyond the model's context, and what it
-        counts but the engine cannot train yet, as `check` warns of it.
+        """What is odd about the cluster, what the best plan has that its software has not (X352), a sequence beyond the
+        model's context, and what it counts but the engine cannot train yet, as `check` warns of it.
         """
         setup = self.best.setup
         asked = replace(setup, origins={"workload.seq_len": "--seq-len"})
         faults = [*software_faults(setup, target_named(self.target)), *length_faults(asked)]
-        return (*faults, *capability_faults(setup, running=False))
+        odd = link_warnings(setup.cluster, setup.cluster.name)
+        return (*odd, *faults, *capability_faults(setup, running=False))
 
     def as_json(self) -> dict[str, Any]:
         """The answer as plain JSON values, with the keys that the verb promises."""

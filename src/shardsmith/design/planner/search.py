@@ -136,8 +136,7 @@ def _choices(s: Subject, q: Question, plans: Sequence[Layouts]) -> list[Choice]:
     target = None if q.target == DEFAULT_TARGET else q.target
     setups = [replace(setup_of(s, p, 0, q.base), target=target) for p in plans]
     estimates = estimate_plans(s, setups) if setups else ()
-    words = binding(s, setups, estimates, q.limit)
-    return [Choice(setup=a, estimate=e, binds=w) for a, e, w in zip(setups, estimates, words, strict=True)]
+    return [Choice(setup=a, estimate=e, binds=binding(e, q.limit)) for a, e in zip(setups, estimates, strict=True)]
 
 
 def _totals(q: Question, best: Choice) -> dict[str, float]:

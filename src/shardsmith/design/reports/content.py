@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardsmith.design.cost.estimate import Estimate, estimate
+from shardsmith.design.cost.estimate import ITEM_WORDS, PART_WORDS, Estimate, estimate
 from shardsmith.design.cost.subject import DEFAULT_TARGET, unpriceable
 from shardsmith.design.planner.result import SearchResult
 from shardsmith.design.reports.sensitivity import Change, sensitivity
@@ -14,25 +14,6 @@ from shardsmith.design.simulator.simulation import Simulation, simulate_plan
 from shardsmith.plan.mesh import AXES, mesh_of
 from shardsmith.plan.setup import Setup
 from shardsmith.units import GIB, format_seconds
-
-ITEM_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimiser states",
-    "gathered": "gathered weights",
-    "activations": "activations",
-    "logits": "logits",
-    "transient": "work space",
-    "reserve": "runtime and allocator",
-}
-PART_WORDS = {
-    "compute": "compute",
-    "bubble": "pipeline bubble",
-    "imbalance": "uneven stages",
-    "pipeline": "messages between stages",
-    "data": "gradients and weights over data ranks, exposed",
-    "optimizer": "optimiser step",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +58,15 @@ def report_of_simulation(simulation: Simulation, target: str = DEFAULT_TARGET) -
 
 
 def figures(report: Report) -> list[tuple[str, str, str]]:
-    """The headline: (label, value, note)."""
+    """The headline: (label, value, note); of a search by the formulas that ranked, of a simulation what it prints."""
     s, e = report.simulation, report.estimate
-    step = s.seconds if e is None or s.slow else e.step_time_s
-    low, high = (s.low, s.high) if e is None or s.slow else e.interval_s
+    by_formulas = report.search is not None and e is not None
+    step, (low, high) = (e.step_time_s, e.interval_s) if by_formulas and e else (s.seconds, (s.low, s.high))
     span = "" if low is None or high is None else f"80 % of runs: {format_seconds(low)} to {format_seconds(high)}"
-    found = [("step time", format_seconds(step), span), ("bubble", f"{s.bubble:.1%}", "idle share of compute lanes")]
+    found = [
+        ("step time, by formulas" if by_formulas else "step time, simulated", format_seconds(step), span),
+        ("bubble, simulated", f"{s.bubble:.1%}", "idle share of compute lanes"),
+    ]
     if s.slow:
         change = s.seconds / s.undisturbed - 1
         found.append(("stragglers cost", f"{change:+.1%}", ", ".join(f"rank {r} x {f:g}" for r, f in s.slow.items())))
@@ -117,7 +101,7 @@ def memory_bars(report: Report) -> dict[str, Any]:
     items = [item for item in ITEM_WORDS if any(rank.items.get(item, 0.0) > 0 for rank in e.memory)]
     rows = [
         {
-            "label": f"rank {rank.pipeline_rank}",
+            "label": f"pipeline rank {rank.pipeline_rank}",
             "stages": _stages(rank.stages),
             "total": rank.total / GIB,
             "parts": [

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardsmith.design.cost.estimate import Estimate, estimate_plan
+from shardsmith.design.cost.limit import too_many
 from shardsmith.design.cost.subject import Subject
+from shardsmith.design.rules.changes import changes, typed
 from shardsmith.errors import Code, Fault, Refused
+from shardsmith.layout.axes.data import streams_gradients
 from shardsmith.layout.check import examine
 from shardsmith.plan.batch import batching, divisors
 from shardsmith.plan.plan import Plan
@@ -35,8 +38,8 @@ BUBBLE = Code(
 STREAMED = Code(
     code="L203",
     title="gradients reduced (or weights gathered) for every microbatch",
-    because="ZeRO 2 and 3 move them once a microbatch unless they are held over the step; with a pipeline there are "
-    "many microbatches",
+    because="ZeRO 2 and 3 move them once a microbatch unless they are held over the step: the more microbatches, the "
+    "more is sent",
     severity="warning",
 )
 RECOMPUTED = Code(
@@ -54,7 +57,8 @@ OUTSIDE = Code(
 DEEP = Code(
     code="L206",
     title="a deep pipeline where fewer ranks would do",
-    because="each further pipeline rank adds to the bubble, and stages of few layers are harder to balance",
+    because="stages of few layers are harder to balance, and each further pipeline rank adds messages and, with as "
+    "many microbatches, to the bubble",
     severity="warning",
 )
 SEQUENCE = Code(
@@ -79,17 +83,41 @@ WHOLE_STATES = Code(
 
 WORTH = 0.02
 """Share of the step (or of the memory) that a fix must save to be mentioned."""
+PARTS = {
+    "compute": "in the layers",
+    "imbalance": "by more even stages",
+    "pipeline": "in messages between stages",
+    "data": "in what data ranks exchange",
+    "optimizer": "in the update",
+}
+"""Where a step is saved beside the bubble, by the part of the cost model's breakdown."""
+
+
+Fixes = Callable[[Subject, Setup], Iterator[Plan]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pitfall:
-    """A rule: whether a plan is in it, in which words, and the plans that would be out of it, the nearest first."""
+    """A rule: whether a plan is in it, in which words, and the plans that would be out of it, the nearest first.
+
+    `own` is what a fix saves of the rule's own cause, in seconds (None: all it saves). What else the fix saves, such
+    as `besides`, is said but not charged, so that two rules do not charge the same seconds. Where no fix is legal, fits
+    and saves, those `otherwise` are tried.
+    """
 
     code: Code
     keys: tuple[str, ...]
     inside: Callable[[Subject, Setup, Estimate], str]
-    fixes: Callable[[Subject, Setup], Iterator[Plan]]
+    fixes: Fixes
     by_memory: bool = False
+    own: Callable[[Subject, Setup, Estimate, Setup, Estimate], float] | None = None
+    besides: str = ""
+    otherwise: Fixes | None = None
+
+    def charged(self, s: Subject, setup: Setup, found: Estimate, other: Setup, e: Estimate) -> float:
+        """Seconds of what the fix `other` saves that this rule stands for."""
+        saved = found.step_time_s - e.step_time_s
+        return saved if self.own is None else min(saved, self.own(s, setup, found, other, e))
 
 
 def pitfalls(s: Subject, setup: Setup, found: Estimate) -> list[Fault]:
@@ -97,40 +125,52 @@ def pitfalls(s: Subject, setup: Setup, found: Estimate) -> list[Fault]:
     faults = []
     for rule in PITFALLS:
         words = rule.inside(s, setup, found)
-        fix = _best_fix(s, setup, found, rule) if words else None
+        options = (rule.fixes, rule.otherwise) if words else ()
+        fix = next(filter(None, (_best_fix(s, setup, found, rule, fixes) for fixes in options if fixes)), None)
         if fix is None:
             continue
-        plan, other = fix
-        saved = found.step_time_s - other.step_time_s
-        gib = (found.peak - other.peak) / GIB
-        cost = (
-            f"{gib:.1f} GiB a rank more than with the fix"
-            if rule.by_memory
-            else f"{format_seconds(saved)} a step, {saved / found.step_time_s:.1%} of it"
-        )
-        changes = ", ".join(f"{key} = {value}" for key, value in _changed(setup.plan, plan).items())
+        other, e, charged = fix
+        gib = (found.peak - e.peak) / GIB
+        cost = f"{gib:.1f} GiB a rank more than with the fix" if rule.by_memory else _cost(rule, found, e, charged)
         said = setup.said(*(f"plan.{key}" for key in rule.keys))
-        faults.append(rule.code.fault(f"{words}: costs {cost}", *said, hint=f"{changes} ({_price(other)})"))
+        hint = f"{', '.join(changes(setup, other.plan))} ({_price(e, _limit(setup))})"
+        faults.append(rule.code.fault(f"{words}: costs {cost}", *said, hint=hint))
     return faults
 
 
-def _price(e: Estimate) -> str:
-    return f"{format_seconds(e.step_time_s)} a step, {e.peak / GIB:.1f} GiB"
+def _cost(rule: Pitfall, found: Estimate, e: Estimate, charged: float) -> str:
+    """What the cause costs, and where the fix saves more than that, how much and most of the rest where."""
+    step, saved = found.step_time_s, found.step_time_s - e.step_time_s
+    text = f"{format_seconds(charged)} a step, {charged / step:.1%} of it"
+    if saved - charged < WORTH * step:
+        return text
+    parts = {name: found.breakdown[name] - e.breakdown[name] for name in PARTS}
+    most = max(parts, key=lambda name: parts[name])
+    rest = rule.besides or f"{format_seconds(parts[most])} of that {PARTS[most]}"
+    return f"{text}; its fix saves {format_seconds(saved)} in all, {rest}"
 
 
-def _changed(before: Plan, after: Plan) -> dict[str, str]:
-    from shardsmith.plan.diff import diff
-    from shardsmith.plan.setup import shown
-
-    return {change.field: shown(change.after) for change in diff(before, after)}
+def _price(e: Estimate, limit: float) -> str:
+    short = f", still {too_many(e.peak, limit)} too many" if e.peak > limit > 0 else ""
+    return f"{format_seconds(e.step_time_s)} a step, {e.peak / GIB:.1f} GiB{short}"
 
 
-def _best_fix(s: Subject, setup: Setup, found: Estimate, rule: Pitfall) -> tuple[Plan, Estimate] | None:
-    """The legal fix that saves most, where it saves what is worth saying and fits where the plan does."""
-    limit = (setup.cluster.device.memory_gib or 0.0) * GIB
-    best: tuple[Plan, Estimate] | None = None
-    for plan in rule.fixes(s, setup):
+def _limit(setup: Setup) -> float:
+    return (setup.cluster.device.memory_gib or 0.0) * GIB
+
+
+def _best_fix(
+    s: Subject, setup: Setup, found: Estimate, rule: Pitfall, fixes: Fixes
+) -> tuple[Setup, Estimate, float] | None:
+    """The legal one of `fixes` that saves most, where it is worth saying, with its price and what the rule charges.
+
+    A fix fits; of a plan that does not fit itself it may also only be smaller.
+    """
+    limit = _limit(setup)
+    best: tuple[Setup, Estimate, float] | None = None
+    for proposed in fixes(s, setup):
         try:
+            plan = typed(setup, proposed)
             other = settled(replace(setup, plan=plan))
             batching(plan, setup.workload)
         except Refused:
@@ -138,13 +178,15 @@ def _best_fix(s: Subject, setup: Setup, found: Estimate, rule: Pitfall) -> tuple
         if any(fault.code != "H404" for fault in examine(other, cured=False).errors):
             continue
         e = estimate_plan(s, other)
-        gain = found.peak - e.peak if rule.by_memory else found.step_time_s - e.step_time_s
-        base = found.peak if rule.by_memory else found.step_time_s
-        slower = rule.by_memory and e.step_time_s > found.step_time_s * (1.0 + WORTH)
-        if gain < WORTH * base or slower or (e.peak > limit >= found.peak):
+        if (e.peak > limit and e.peak >= found.peak) or (best is not None and e.step_time_s >= best[1].step_time_s):
             continue
-        if best is None or e.step_time_s < best[1].step_time_s:
-            best = plan, e
+        if e.peak > limit >= found.peak:
+            continue
+        charged = 0.0 if rule.by_memory else rule.charged(s, setup, found, other, e)
+        gain, base = (found.peak - e.peak, found.peak) if rule.by_memory else (charged, found.step_time_s)
+        slower = rule.by_memory and e.step_time_s > found.step_time_s * (1.0 + WORTH)
+        if gain >= WORTH * base and not slower:
+            best = replace(setup, plan=plan), e, charged
     return best
 
 
@@ -183,13 +225,17 @@ def _few(s: Subject, setup: Setup, e: Estimate) -> str:
     return f"{counted(m, 'microbatch')} for {plan.pipeline} pipeline ranks leave a bubble of {share:.1%}"
 
 
+def _bubble_alone(s: Subject, setup: Setup, found: Estimate, other: Setup, e: Estimate) -> float:
+    """Seconds of bubble saved: another number of pipeline ranks also evens out stages, which is another matter."""
+    return found.breakdown["bubble"] - e.breakdown["bubble"]
+
+
 def _more_microbatches(s: Subject, setup: Setup) -> Iterator[Plan]:
     plan, cut = setup.plan, batching(setup.plan, setup.workload)
     for size in range(cut.microbatch - 1, 0, -1):
         if cut.microbatch % size == 0:
             yield plan.with_(microbatch=size, microbatches=cut.microbatches * cut.microbatch // size)
-    if plan.layers is not None:
-        return
+    plan = plan.with_(layers=None)
     loops = plan.schedule in ("gpipe", "one_f_one_b")
     for each in range(2, s.model.layers // plan.pipeline + 1) if loops else ():
         if each <= 4 or s.model.layers % (plan.pipeline * each) == 0:
@@ -209,7 +255,7 @@ def _more_microbatches(s: Subject, setup: Setup) -> Iterator[Plan]:
 
 def _streams(s: Subject, setup: Setup, e: Estimate) -> str:
     plan, m = setup.plan, batching(setup.plan, setup.workload).microbatches
-    if plan.zero < 2 or plan.zero_gather == "per_step" or m == 1:
+    if not streams_gradients(plan) or m == 1:
         return ""
     return f"zero = {plan.zero} moves gradients{' and weights' if plan.zero == 3 else ''} {m} times a step"
 
@@ -217,6 +263,12 @@ def _streams(s: Subject, setup: Setup, e: Estimate) -> str:
 def _held_over(s: Subject, setup: Setup) -> Iterator[Plan]:
     yield setup.plan.with_(zero_gather="per_step")
     yield setup.plan.with_(zero=1)
+
+
+def _streams_alone(s: Subject, setup: Setup, found: Estimate, other: Setup, e: Estimate) -> float:
+    """Seconds saved of gathers and reductions: what a larger microbatch also saves in kernels `SMALL` charges."""
+    saved = found.step_time_s - e.step_time_s
+    return saved - _without_streams(s, setup, found, other, e) if streams_gradients(other.plan) else saved
 
 
 def _recomputes(s: Subject, setup: Setup, e: Estimate) -> str:
@@ -266,6 +318,17 @@ def _small(s: Subject, setup: Setup, e: Estimate) -> str:
     return f"microbatch = {cut.microbatch}" if cut.microbatches > 1 else ""
 
 
+def _without_streams(s: Subject, setup: Setup, found: Estimate, other: Setup, e: Estimate) -> float:
+    """Seconds that a larger microbatch saves where gradients and weights move once a step.
+
+    With ZeRO 2 and 3 it also moves them less often, which `STREAMED` charges; so both plans are compared without.
+    """
+    if not streams_gradients(setup.plan):
+        return found.step_time_s - e.step_time_s
+    before, after = (estimate_plan(s, one.with_plan(zero_gather="per_step")) for one in (setup, other))
+    return before.step_time_s - after.step_time_s
+
+
 def _larger(s: Subject, setup: Setup) -> Iterator[Plan]:
     plan, cut = setup.plan, batching(setup.plan, setup.workload)
     for factor in divisors(cut.microbatches)[1:]:
@@ -283,14 +346,35 @@ def _first_level(s: Subject, setup: Setup) -> Iterator[Plan]:
 
 PITFALLS = (
     Pitfall(code=ACROSS, keys=("tensor", "order"), inside=_across, fixes=_inside_node),
-    Pitfall(code=BUBBLE, keys=("pipeline", "microbatches", "schedule"), inside=_few, fixes=_more_microbatches),
-    Pitfall(code=STREAMED, keys=("zero", "zero_gather", "pipeline"), inside=_streams, fixes=_held_over),
+    Pitfall(
+        code=BUBBLE,
+        keys=("pipeline", "microbatches", "schedule"),
+        inside=_few,
+        fixes=_more_microbatches,
+        own=_bubble_alone,
+    ),
+    Pitfall(
+        code=STREAMED,
+        keys=("zero", "zero_gather"),
+        inside=_streams,
+        fixes=_held_over,
+        own=_streams_alone,
+        otherwise=_larger,
+        besides="the rest in larger kernels (L208)",
+    ),
     Pitfall(code=RECOMPUTED, keys=("recompute",), inside=_recomputes, fixes=_recompute_less),
     Pitfall(code=OUTSIDE, keys=("order",), inside=_placed_badly, fixes=_tensor_first),
     Pitfall(code=DEEP, keys=("pipeline",), inside=_deep, fixes=_shallower),
     Pitfall(
         code=SEQUENCE, keys=("tensor", "sequence_parallel"), inside=_whole_sequence, fixes=_cut_sequence, by_memory=True
     ),
-    Pitfall(code=SMALL, keys=("microbatch", "microbatches"), inside=_small, fixes=_larger),
+    Pitfall(
+        code=SMALL,
+        keys=("microbatch", "microbatches"),
+        inside=_small,
+        fixes=_larger,
+        own=_without_streams,
+        besides="the rest in gradients and weights that move less often (L203)",
+    ),
     Pitfall(code=WHOLE_STATES, keys=("zero", "data"), inside=_unsharded, fixes=_first_level, by_memory=True),
 )

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardsmith.design.cost.estimate import rank_memory
 from shardsmith.design.cost.interval import interval
 from shardsmith.design.cost.layouts import batch_of, layouts_of
+from shardsmith.design.cost.limit import total_faults
 from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject, subject_of
 from shardsmith.design.simulator.lengths import StageLengths, StepLengths
 from shardsmith.design.simulator.plan_lengths import plan_lengths
@@ -118,7 +120,7 @@ def simulate_plan(
     every layer, other replicas in the reduction; of several affected replicas the one that ends last is shown (exact
     unless level 3 gathers in each pass, where it is a lower bound). On a cluster without figures (`local`) and without
     `times`, F = I = W = 1 s. Without `record` the timeline stays empty. Raises `Refused` for a plan that breaks a rule
-    (states too large for the device are only warned of), S402, S403, E107, H502, H503, X351.
+    (a rank too large for the device is only warned of), S402, S403, E107, H502, H503, X351.
     """
     setup, found = settled(setup), examine(setup).faults
     raise_errors([f for f in found if f.code != MEMORY.code])
@@ -168,8 +170,15 @@ def simulate_plan(
         undisturbed=run(order, {}).seconds if slow else shown.seconds,
         ranks=ranks,
         simulated=shown,
-        warnings=tuple(replace(f, severity="warning") for f in found),
+        warnings=tuple(replace(f, severity="warning") for f in (*found, *_too_large(priced, setup))),
     )
+
+
+def _too_large(priced: Subject | None, setup: Setup) -> list[Fault]:
+    """A peak above the device's memory (H405): the step can be simulated, but not run."""
+    if priced is None:
+        return []
+    return total_faults(setup, rank_memory(priced, setup), "shardsmith check names neighbours that fit")
 
 
 def slow_faults(setup: Setup, slow: Mapping[int, float]) -> list[Fault]:

@@ -4,7 +4,7 @@
 (() => {
   const found = report.data("timeline-data"), box = document.getElementById("timeline-box"), canvas = document.getElementById("timeline-canvas");
   const lanesOn = document.getElementById("lanes"), where = document.getElementById("where");
-  const LEFT = 84, TOP = 22, GAP = 3, LANE = 5;
+  const LEFT = 84, TOP = 22, GAP = 3, LANE = 5, SEEN = 0.5, FAINTEST = 1e-5; // of a column of pixels
   const decode = (text, n) => {
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
     return { n, start: new Float32Array(bytes, 0, n), length: new Float32Array(bytes, 4 * n, n), microbatch: new Uint16Array(bytes, 8 * n, n),
@@ -56,13 +56,15 @@
     for (let at = 0; at < 4 * BINS; at++) total[at + 4] = total[at] + sums[at];
     return (lane.summed = total);
   };
-  // Each column of pixels takes the mean colour of what stands in it, idle time included.
+  // Each column of pixels takes the mean colour of what stands in it, idle time included; of communication, which is
+  // short beside compute, at least SEEN of a column is coloured where there is any.
   const mixLane = (pen, lane, top, tall, width, from, to, soft) => {
     const dots = pen.canvas.width / width, columns = Math.round((width - LEFT) * dots), ground = number(soft);
     const high = Math.max(1, Math.round(tall * dots)), image = pen.createImageData(columns, high), pixels = image.data;
     const put = (column, red, green, blue, covered) => {
-      const at = 4 * column, left = 1 - Math.min(1, covered);
-      pixels[at] = red + left * ground[0]; pixels[at + 1] = green + left * ground[1]; pixels[at + 2] = blue + left * ground[2]; pixels[at + 3] = 255;
+      const shown = covered > FAINTEST && lane.lane !== "compute" ? Math.max(SEEN, covered) : covered, more = covered ? shown / covered : 1;
+      const at = 4 * column, left = 1 - Math.min(1, shown);
+      pixels[at] = more * red + left * ground[0]; pixels[at + 1] = more * green + left * ground[1]; pixels[at + 2] = more * blue + left * ground[2]; pixels[at + 3] = 255;
     };
     const bin = found.end / BINS, each = (view.to - view.from) / columns;
     if (each < bin) {

@@ -335,7 +335,7 @@ def test_fixed_fields_hold() -> None:
 @pytest.mark.parametrize(
     ("options", "code", "helps"),
     [
-        ({"nodes": 0}, "H102", "nodes"),
+        ({"nodes": 0}, "H102", "a cluster without devices"),
         ({"global_batch": 0}, "B203", "1"),
         ({"global_batch": 7, "fix": ["pipeline=1", "tensor=1", "context=1"]}, "L101", "global_batch = 16"),
         ({"model": "llama3-405b", "nodes": 1}, "L102", "nodes ="),

@@ -23,7 +23,7 @@ from shardsmith.design.cost.layouts import RECOMPUTE, Layouts, batch_of, hidden_
 from shardsmith.design.cost.pipeline import hop
 from shardsmith.design.cost.schedules import DUALPIPE_V
 from shardsmith.design.cost.step import Pass, flow, one_pass, waiting
-from shardsmith.design.planner.found import Found, Leanest, Rivals
+from shardsmith.design.planner.found import Found, Joint, Leanest, Rivals
 from shardsmith.design.planner.least import first_rank_bytes, frame_bytes
 from shardsmith.design.planner.sharded import Scheduled, Shardings, Ways
 from shardsmith.design.planner.space import Index, Space
@@ -102,9 +102,23 @@ class Bounded:
         """The fastest plan whose ranks hold no more than `limit` bytes."""
         return replace(self, limit=limit, count=1)._run(self.frames, np.inf)
 
-    def _run(self, frames: Frames, below: float) -> Found:
+    def run_beside(self, wanted: Sequence[NDArray[np.bool_]]) -> tuple[Found, Rivals]:
+        """The best plans, and the fastest in each of these sets of frames: one search, as most frames serve both."""
+        frames = self.frames
+        kinds = distinct([mask * 1.0 for mask in wanted]) if wanted else distinct([frames.bounds * 0.0])
+        sets = np.array([mask[kinds.first] for mask in wanted], dtype=bool).reshape(len(wanted), len(kinds.first))
+        rivals = Rivals(best=np.full(len(kinds.first), np.inf), limit=self.limit, sets=sets)
+        return self._run(frames, np.inf, (rivals, kinds.place)), rivals
+
+    def _run(self, frames: Frames, below: float, beside: tuple[Found, Index] | None = None) -> Found:
         count = int(frames.group.max(initial=-1)) + 1
-        found = Found(best=np.full(count, np.inf), limit=self.limit, total=float(self.every.below.sum()), ceiling=below)
+        best = Found(best=np.full(count, np.inf), limit=self.limit, total=float(self.every.below.sum()), ceiling=below)
+        found = best
+        if beside is not None:
+            groups = distinct([frames.group, beside[1]])
+            parts = [(best, frames.group[groups.first]), (beside[0], beside[1][groups.first])]
+            found = Joint(best=np.empty(len(groups.first)), limit=self.limit, parts=parts)
+            frames = replace(frames, group=groups.place)
         if not self.bound:
             self._layer(frames, found)
         elif len(frames):
@@ -113,7 +127,8 @@ class Bounded:
             usual, found.searched, found.priced = (found.searched, found.priced), 0, 0
             self._search(frames, found, LARGEST)
             found.searched, found.priced = max(usual[0], found.searched), max(usual[1], found.priced)
-        return found
+        best.searched, best.priced = found.searched, found.priced
+        return best
 
     def leanest(self, enough: float = -np.inf) -> Leanest:
         """The plan with the least memory, whether it fits or not; or one that holds no more than `enough` bytes."""
@@ -124,17 +139,6 @@ class Bounded:
         while len(order) and bounds[order[0]] < found.limit > enough:
             self._layer(frames.select(order[:size]), found)
             order, size = order[size:], min(2 * size, LARGEST)
-        return found
-
-    def rivals(self, wanted: Sequence[NDArray[np.bool_]]) -> Rivals:
-        """The fastest plan in each of these sets of frames."""
-        frames = self.frames
-        kinds = distinct([mask * 1.0 for mask in wanted]) if wanted else distinct([frames.bounds * 0.0])
-        sets = np.array([mask[kinds.first] for mask in wanted], dtype=bool).reshape(len(wanted), len(kinds.first))
-        found = Rivals(best=np.full(len(kinds.first), np.inf), limit=self.limit, sets=sets)
-        frames = replace(frames, group=kinds.place)
-        self.thin._search(frames, found)
-        self._search(frames, found, LARGEST)
         return found
 
     def layouts_of(self, setup: Setup) -> Layouts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,6 +91,22 @@ class Rivals(Found):
             return None
         first = min(kinds, key=lambda kind: self.best[kind])
         return self.plans[first], float(self.best[first])
+
+
+@dataclass(kw_only=True)
+class Joint(Found):
+    """Several searches made as one: `parts`, each with its own group for every group of this one."""
+
+    parts: Sequence[tuple[Found, Index]]
+
+    def threshold(self, count: int) -> Array:
+        """Seconds that a plan must beat to be kept by any of them."""
+        return np.asarray(np.maximum.reduce([part.threshold(count)[own] for part, own in self.parts]))
+
+    def keep(self, seconds: Array, size: Array, group: Index, rows: Callable[[Index], Layouts]) -> None:
+        """Let each take in priced plans."""
+        for part, own in self.parts:
+            part.keep(seconds, size, own[group], rows)
 
 
 def _first_of(group: Index) -> tuple[Index, Index]:

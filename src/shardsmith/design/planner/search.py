@@ -14,14 +14,14 @@ from shardsmith.design.cost.price import price
 from shardsmith.design.cost.subject import DEFAULT_TARGET, Subject
 from shardsmith.design.planner.bounded import Bounded
 from shardsmith.design.planner.explain import binding, neighbours
-from shardsmith.design.planner.found import Found
+from shardsmith.design.planner.found import Found, Rivals
 from shardsmith.design.planner.goodput import days
 from shardsmith.design.planner.nearby import better_batch
 from shardsmith.design.planner.plans import setup_of
 from shardsmith.design.planner.question import GOAL, Question, size_faults
 from shardsmith.design.planner.refusal import refuse, space_asked, subject_asked
 from shardsmith.design.planner.result import Choice, SearchResult
-from shardsmith.design.planner.thumb import rule_notes
+from shardsmith.design.planner.thumb import rule_notes, sides
 from shardsmith.design.targets import FLOAT8
 from shardsmith.errors import Code, raise_errors
 from shardsmith.plan.batch import divisors
@@ -53,26 +53,20 @@ def search(question: Question) -> SearchResult:
     elif q.tokens is not None:
         q.failures.goodput(q.cluster.devices or 1)
     s = subject_asked(q)
-    found, bounded = _run(s, q)
-    return _answer(q, s, found, bounded, start)
-
-
-def _run(s: Subject, q: Question, count: int | None = None) -> tuple[Found, Bounded]:
-    space = space_asked(q, s)
-    bounded = Bounded(space=space, limit=q.limit, count=count or q.count)
-    found = bounded.run()
+    bounded = Bounded(space=space_asked(q, s), limit=q.limit, count=q.count)
+    found, rivals = bounded.run_beside(sides(s, bounded.frames.layouts) if q.explained else ())
     if not found.plans:
-        refuse(s, q, space, found)
-    return found, bounded
+        refuse(s, q, bounded.space, found)
+    return _answer(q, s, found, rivals, bounded, start)
 
 
-def _answer(q: Question, s: Subject, found: Found, bounded: Bounded, start: float) -> SearchResult:
+def _answer(q: Question, s: Subject, found: Found, rivals: Rivals, bounded: Bounded, start: float) -> SearchResult:
     choices = _choices(s, q, found.ranked()[: q.count])
     if q.explained:
         first = choices[0]
         choices[0] = replace(
             first,
-            rules=rule_notes(s, first, bounded),
+            rules=rule_notes(s, first, bounded, rivals),
             neighbours=neighbours(s, first.setup, first.estimate, q.limit, held=q.varied),
         )
     robust = min(choices, key=lambda choice: choice.estimate.interval_s[1])

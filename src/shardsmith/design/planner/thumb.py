@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from shardsmith.design.cost.layouts import Layouts
 from shardsmith.design.cost.subject import Subject
 from shardsmith.design.planner.bounded import Bounded
+from shardsmith.design.planner.found import Rivals
 from shardsmith.design.planner.plans import plan_of
 from shardsmith.design.planner.result import Choice, RuleNote
 
@@ -81,14 +82,18 @@ THUMBS = (
 )
 
 
-def rule_notes(s: Subject, best: Choice, bounded: Bounded) -> tuple[RuleNote, ...]:
-    """Every rule that applies, with the best plan that decides otherwise."""
-    chosen, frames, notes = bounded.layouts_of(best.setup), bounded.frames.layouts, []
-    thumbs = [thumb for thumb in THUMBS if thumb.applies(s)]
-    followed = [bool(thumb.follows(s, chosen)[0]) for thumb in thumbs]
-    rivals = bounded.rivals([thumb.follows(s, frames) != own for thumb, own in zip(thumbs, followed, strict=True)])
-    for at, (thumb, follows) in enumerate(zip(thumbs, followed, strict=True)):
-        found = rivals.best_of(at)
+def sides(s: Subject, p: Layouts) -> list[Mask]:
+    """Which of these frames break, and which follow, each rule that applies: two sets a rule, in this order."""
+    follows = [thumb.follows(s, p) for thumb in THUMBS if thumb.applies(s)]
+    return [side for mask in follows for side in (~mask, mask)]
+
+
+def rule_notes(s: Subject, best: Choice, bounded: Bounded, rivals: Rivals) -> tuple[RuleNote, ...]:
+    """Every rule that applies, with the best plan that decides otherwise, of the `rivals` on all `sides`."""
+    chosen, notes = bounded.layouts_of(best.setup), []
+    for at, thumb in enumerate(thumb for thumb in THUMBS if thumb.applies(s)):
+        follows = bool(thumb.follows(s, chosen)[0])
+        found = rivals.best_of(2 * at + (not follows))
         others = f"of the plans that {'do not follow' if follows else 'follow'} it"
         if found is None:
             text = f"({thumb.says}): none {others} is legal and fits"

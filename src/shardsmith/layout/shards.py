@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -80,16 +81,19 @@ def stage_weights(setup: Setup, stage: Stage) -> tuple[Weight, ...]:
     Where the head is tied and stands on another stage than the embedding, `embedding.weight` comes last,
     as this stage's head: the one tensor that two stages hold.
     """
-    model, own = setup.model, _weights_by_layer(setup.model)
-    first = [weight for weight in own[None] if weight.role in ("embedding", "position")]
-    found = list(first) if stage.embedding else []
-    for layer in stage.layers:
-        found += own[layer]
-    if stage.head:
-        found += [weight for weight in own[None] if weight not in first]
+    own = _weights_by_layer(setup.model)
+    first, last = _end_weights(setup.model, stage)
+    return (*first, *(weight for layer in stage.layers for weight in own[layer]), *last)
+
+
+def _end_weights(model: ModelSpec, stage: Stage) -> tuple[list[Weight], list[Weight]]:
+    """What belongs to no layer: ahead of the stage's layers, and behind them."""
+    every = _weights_by_layer(model)[None]
+    first = [weight for weight in every if weight.role in ("embedding", "position")]
+    last = [weight for weight in every if weight not in first] if stage.head else []
     if model.tied and stage.head and not stage.embedding:
-        found += [weight for weight in first if weight.role == "embedding"]
-    return tuple(found)
+        last += [weight for weight in first if weight.role == "embedding"]
+    return (first if stage.embedding else []), last
 
 
 @lru_cache(maxsize=32)
@@ -138,13 +142,19 @@ def _first_states(setup: Setup, stage: Stage, sizes: dict[Kind, tuple[int, int]]
     """States of `stage` on its first rank; `sizes` keeps what is held, before and after ZeRO, of a kind of tensor."""
     coord = Coord(pipeline=stage.rank, replicate=0, shard=0, context=0, tensor=0)
     held = {True: (0, 0), False: (0, 0)}
-    for weight in stage_weights(setup, stage):
+    # Layers of a kind have the same tensors: one stands for all of them.
+    own, like = _weights_by_layer(setup.model), Counter(setup.model.is_sparse(layer) for layer in stage.layers)
+    of_kind = {setup.model.is_sparse(layer): own[layer] for layer in stage.layers}
+    counted = [(weight, 1) for part in _end_weights(setup.model, stage) for weight in part]
+    counted += [(weight, like[sparse]) for sparse, found in of_kind.items() for weight in found]
+    for weight, count in counted:
         kind = (weight.role, weight.shape, weight.bias)
         if kind not in sizes:
             local = shard(weight, setup.plan, setup.model, coord)
             sizes[kind] = (local.numel, data_shard(local, setup.plan, coord).numel)
         streams = not (tied and weight.name == TIED)
-        held[streams] = (held[streams][0] + sizes[kind][0], held[streams][1] + sizes[kind][1])
+        whole, kept = held[streams]
+        held[streams] = (whole + count * sizes[kind][0], kept + count * sizes[kind][1])
     total = States(weights=0, gradients=0, optimizer=0)
     for streams, (whole, kept) in held.items():
         total += states(setup, whole, 2, kept, streams=streams)

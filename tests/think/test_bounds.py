@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shardsmith.design.cost.layouts import COLUMNS
 from shardsmith.design.cost.price import price
 from shardsmith.design.cost.subject import make_subject
 from shardsmith.design.planner.bounded import DECIDING_DEGREES, INSIDE, Bounded
@@ -92,3 +93,18 @@ def test_limits_that_few_plans_keep_have_the_answers_of_brute_force(name: str) -
         assert bool(found.plans) == bool(len(wanted))
         assert found.priced <= found.searched
         assert found.searched + found.dismissed == len(p)
+
+
+def test_usual_plans_are_plans_of_the_space_and_each_stands_once() -> None:
+    model, cluster = model_named("llama3-8b").with_(layers=2), replace(cluster_named("h100"), nodes=1)
+    levels = (replace(cluster.levels[0], size=2), *cluster.levels[1:])
+    small = replace(cluster, devices_per_node=2, levels=levels)
+    subject = make_subject(model, Workload(seq_len=64, global_batch=4, dtype="bfloat16"), small)
+    space = Space(subject=subject, world=2, fixed={"schedule": "interleaved"})
+    usual, whole = (
+        list(zip(*(getattr(p, name).tolist() for name in COLUMNS), strict=True))
+        for p in (everything(space.thin()), everything(space))
+    )
+    assert usual
+    assert len(usual) == len(set(usual))
+    assert set(usual) <= set(whole)

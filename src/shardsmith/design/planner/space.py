@@ -367,7 +367,7 @@ class Thin(Space):
         every = super().pipelines(pipeline, microbatches, overlap)
         loops = sorted((option for option in every if SCHEDULES[option[0]] == "interleaved"), key=lambda o: o[1:])
         usual = ("one_f_one_b", "dualpipe_v") if self.subject.model.experts else ("one_f_one_b",)
-        return [*(o for o in every if SCHEDULES[o[0]] in usual), *loops[:1], *loops[-1:]] or every[:1]
+        return [*(o for o in every if SCHEDULES[o[0]] in usual), *loops[:1], *loops[1:][-1:]] or every[:1]
 
     def placements(self, degrees: Sequence[int]) -> list[int]:
         """The first placement: tensor ranks innermost, pipeline ranks outermost, where nothing else is fixed."""

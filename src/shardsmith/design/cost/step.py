@@ -115,13 +115,12 @@ def sharding(b: Batch, c: Constants) -> Sharding:
     gather = np.where((b.zero > 2) & streams, gather_layer(b, c, 2.0), 0.0)
     reduce = np.where((b.zero >= 2) & streams, gather_layer(b, c, b.reduce_bytes), 0.0)
     matrix, group = b.vocab * b.hidden / b.tensor, shard_group(b)
-    ends = 2.0 * one_way(b, c, group, 2.0 * matrix) * (gather > 0) + one_way(b, c, group, b.reduce_bytes * matrix) * (
-        reduce > 0
-    )
+    gathered = np.where(gather > 0, one_way(b, c, group, 2.0 * matrix), 0.0)
+    reduced = np.where(reduce > 0, one_way(b, c, group, b.reduce_bytes * matrix), 0.0)
     return Sharding(
         gather=gather,
         reduce=reduce,
-        ends=ends,
+        ends=2.0 * gathered + reduced,
         left=reductions(b, c),
         tied=tied_embedding(b, c),
         update=optimizer(b, c),

@@ -159,14 +159,6 @@ class Choices:
         found = np.bincount(self.owner, weights=of, minlength=len(self.sizes))
         return np.asarray(found[self.rows.place], dtype=np.float64)
 
-    def least(self, of: Array) -> Array:
-        """The least of `of`, a number an option, for every kind of rows; infinity without options."""
-        found = np.full(len(self.sizes), np.inf)
-        some = self.sizes > 0
-        if some.any():
-            found[some] = np.minimum.reduceat(of, self.starts[some])
-        return found
-
 
 def choices(columns: Sequence[Array], width: int, options: Callable[[list[int]], Options]) -> Choices:
     """The options, of `width` numbers each, of rows of whole numbers."""

@@ -14,7 +14,7 @@ from shardsmith.cli.common import OK, REFUSED, Amount, Answer, check_writable, v
 from shardsmith.cli.inputs import plan_options, priced_setup
 from shardsmith.errors import Refused
 from shardsmith.plan.stages import brief
-from shardsmith.units import GIB, counted, format_bytes, format_seconds
+from shardsmith.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from shardsmith.design.cost.estimate import Estimate
@@ -105,6 +105,7 @@ def _header(checked: Priced) -> str:
 
 
 def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
+    from shardsmith.design.cost.limit import device_bytes
     from shardsmith.design.reports.plan_tables import memory_table
 
     low, high = e.interval_s
@@ -114,7 +115,7 @@ def _price(checked: Priced, e: Estimate) -> tuple[RenderableType, ...]:
         f"MFU {e.mfu:.1%}, {e.tokens_per_s_per_gpu:,.0f} tokens/s a device"
     )
     parts: list[RenderableType] = [text, *checked.remarks, checked.binds, table]
-    fits = e.peak <= (checked.setup.cluster.device.memory_gib or 0.0) * GIB
+    fits = e.peak <= device_bytes(checked.setup)
     if checked.better:
         parts.append(_neighbours("better neighbours" if fits else "neighbours that fit", checked.better))
     else:

@@ -18,7 +18,7 @@ TOTAL = Code(
 
 def total_faults(setup: Setup, memory: Sequence[RankMemory], hint: str) -> list[Fault]:
     """A peak above the device's memory (H405), with what it is made of; none where the device states no memory."""
-    limit = (setup.cluster.device.memory_gib or 0.0) * GIB
+    limit = device_bytes(setup)
     fullest = max(memory, key=lambda rank: rank.total)
     if not limit or fullest.total <= limit:
         return []
@@ -30,6 +30,11 @@ def total_faults(setup: Setup, memory: Sequence[RankMemory], hint: str) -> list[
     said = setup.said("plan.tensor", "plan.pipeline", "plan.zero", "plan.recompute", "plan.microbatch")
     device = (setup.cluster.name, f"memory_gib = {limit / GIB:g}")
     return [TOTAL.fault(message, *said, device, hint=hint)]
+
+
+def device_bytes(setup: Setup) -> float:
+    """Bytes of memory that the plan's device has; 0 where it states none."""
+    return (setup.cluster.device.memory_gib or 0.0) * GIB
 
 
 def too_many(size: float, limit: float) -> str:

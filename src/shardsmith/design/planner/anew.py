@@ -57,9 +57,10 @@ def _best(s: Subject, plan: Plan, setup: Setup, limit: float) -> tuple[Plan, flo
     kept = {f.name: getattr(setup.plan, f.name) for f in fields(Plan) if f.name not in VARIED}
     degrees = {name: getattr(plan, name) for name in DEGREES}
     space = Space(subject=s, world=plan.world, fixed=degrees, base=Plan(**kept))
-    ranked = Bounded(space=space, limit=limit).run()
+    search = Bounded(space=space, limit=limit)
+    ranked = search.run()
     if not ranked.plans:
         return None
     (first, *_) = ranked.ranked()
-    priced = price(s, first, Bounded(space=space, limit=limit).kinds)
+    priced = price(s, first, search.kinds)
     return plan_of(first, 0, space.base), float(ranked.best.min()), float(priced.peak[0])

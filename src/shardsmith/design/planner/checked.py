@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardsmith.design.cost.estimate import Estimate, estimate_plan
-from shardsmith.design.cost.limit import too_many, total_faults
+from shardsmith.design.cost.limit import device_bytes, too_many, total_faults
 from shardsmith.design.cost.subject import DEFAULT_TARGET, subject_of
 from shardsmith.design.planner.anew import chosen_anew
 from shardsmith.design.planner.explain import binding, neighbours
@@ -31,7 +31,7 @@ def price_checked(
     setup = checked.setup
     s = subject_of(setup, target, imbalance=imbalance)
     found = estimate_plan(s, setup)
-    limit = (setup.cluster.device.memory_gib or 0.0) * GIB
+    limit = device_bytes(setup)
     every = neighbours(s, setup, found, limit)
     helped = [with_neighbour(fault, every, found, limit) for fault in checked.faults]
     total = total_faults(setup, found.memory, memory_hint(every, found, limit))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardsmith.design.cost.estimate import Estimate, estimate_plan
-from shardsmith.design.cost.limit import too_many
+from shardsmith.design.cost.limit import device_bytes, too_many
 from shardsmith.design.cost.subject import Subject
 from shardsmith.design.rules.changes import changes, typed
 from shardsmith.errors import Code, Fault, Refused
@@ -133,7 +133,7 @@ def pitfalls(s: Subject, setup: Setup, found: Estimate) -> list[Fault]:
         gib = (found.peak - e.peak) / GIB
         cost = f"{gib:.1f} GiB a rank more than with the fix" if rule.by_memory else _cost(rule, found, e, charged)
         said = setup.said(*(f"plan.{key}" for key in rule.keys))
-        hint = f"{', '.join(changes(setup, other.plan))} ({_price(e, _limit(setup))})"
+        hint = f"{', '.join(changes(setup, other.plan))} ({_price(e, device_bytes(setup))})"
         faults.append(rule.code.fault(f"{words}: costs {cost}", *said, hint=hint))
     return faults
 
@@ -155,10 +155,6 @@ def _price(e: Estimate, limit: float) -> str:
     return f"{format_seconds(e.step_time_s)} a step, {e.peak / GIB:.1f} GiB{short}"
 
 
-def _limit(setup: Setup) -> float:
-    return (setup.cluster.device.memory_gib or 0.0) * GIB
-
-
 def _best_fix(
     s: Subject, setup: Setup, found: Estimate, rule: Pitfall, fixes: Fixes
 ) -> tuple[Setup, Estimate, float] | None:
@@ -166,7 +162,7 @@ def _best_fix(
 
     A fix fits; of a plan that does not fit itself it may also only be smaller.
     """
-    limit = _limit(setup)
+    limit = device_bytes(setup)
     best: tuple[Setup, Estimate, float] | None = None
     for proposed in fixes(s, setup):
         try:
